@@ -1,0 +1,43 @@
+"""Every kernel in plain torch, out of place: the definition that all others must equal."""
+
+from purestep.kernels.reference.attention import attend
+from purestep.kernels.reference.constraints import add_bias, allow_only, ban_bad_words, ban_tokens
+from purestep.kernels.reference.dense import add_rms_norm, embed, linear, rms_norm, rotate, silu_and_mul
+from purestep.kernels.reference.draw import draw, greedy, scale_by_temperature, temperature_offset
+from purestep.kernels.reference.layout import ragged_index
+from purestep.kernels.reference.logprobs import gather_logprobs
+from purestep.kernels.reference.penalties import penalize
+from purestep.kernels.reference.philox import uniforms
+from purestep.kernels.reference.truncate import truncate
+from purestep.kernels.reference.writes import copy_blocks, write, zero_blocks
+from purestep.kernels.types import Kernels
+
+assert __name__ == "purestep.kernels.reference", (
+    f"import this package as purestep.kernels.reference, not as {__name__}"
+)
+
+reference = Kernels(
+    ragged_index=ragged_index,
+    write=write,
+    copy_blocks=copy_blocks,
+    zero_blocks=zero_blocks,
+    embed=embed,
+    linear=linear,
+    rms_norm=rms_norm,
+    add_rms_norm=add_rms_norm,
+    rotate=rotate,
+    silu_and_mul=silu_and_mul,
+    attend=attend,
+    uniforms=uniforms,
+    allow_only=allow_only,
+    ban_bad_words=ban_bad_words,
+    ban_tokens=ban_tokens,
+    add_bias=add_bias,
+    penalize=penalize,
+    scale_by_temperature=scale_by_temperature,
+    temperature_offset=temperature_offset,
+    truncate=truncate,
+    greedy=greedy,
+    draw=draw,
+    gather_logprobs=gather_logprobs,
+)

@@ -1,0 +1,82 @@
+"""`Kernels`: the functions of tensors that a step is made of, as one frozen value.
+
+Three instances exist. `reference` is the definition: plain torch, out of place, differentiable, vmappable, any
+device. `donating` differs from it in exactly those functions that may write their argument's storage (marked
+"donates" below). `invariant` keeps results bitwise independent of the batch. A stage never asks which it was given.
+"""
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from purestep.kernels.record import record
+
+
+class Attend(Protocol):
+    """Write this step's keys and values, then attend over each request's blocks. Donates `kv`.
+
+    q [tokens, heads, dim]; k, v [tokens, kv_heads, dim]; kv [blocks, 2, block_size, kv_heads, dim]; query_start_loc
+    int32 [reqs+1]; seq_lens int32 [reqs], after this step's tokens, 0 for a row that attends to nothing (its output
+    is 0, never NaN); block_table int32 [reqs, blocks of a request]; slot_mapping int64 [tokens] (padding points into
+    block 0, which nothing reads). max_query_len and max_seq_len bound shapes and never change results. A query
+    attends causally to the last `sliding_window` positions, itself included; scores are soft_cap * tanh(s / soft_cap)
+    where a soft cap is given. Returns out [tokens, heads, dim] and kv. Query tokens past query_start_loc[-1]
+    are padding: their output is 0.
+    """
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        block_table: Tensor,
+        slot_mapping: Tensor,
+        *,
+        max_query_len: int,
+        max_seq_len: int,
+        scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class Function(Protocol):
+    """Any other kernel: tensors in, tensors out; the reference's docstring is its specification."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+@record(static=True)
+class Kernels:
+    """One set of kernels. Every function is defined, with shapes, by its namesake in `kernels/reference`."""
+
+    # layout
+    ragged_index: Function  # (query_start_loc, num_tokens) -> index, offset
+    # state leaves
+    write: Function  # (table, indices, values) -> table; donates table
+    copy_blocks: Function  # (kv, source, target) -> kv; donates kv
+    zero_blocks: Function  # (kv, blocks) -> kv; donates kv
+    # model
+    embed: Function  # (weight, ids) -> hidden
+    linear: Function  # (x, weight, bias) -> y
+    rms_norm: Function  # (x, weight, eps) -> y
+    add_rms_norm: Function  # (x, residual, weight, eps) -> y, x + residual
+    rotate: Function  # (q, k, cos, sin) -> q, k
+    silu_and_mul: Function  # (gate_up) -> silu(gate) * up
+    attend: Attend
+    # sampling
+    uniforms: Function  # (seed, stream, output_index, purpose, width) -> float32 [reqs, width] in (0, 1)
+    allow_only: Function  # (logits, row_mask, index, ids) -> logits
+    ban_bad_words: Function  # (logits, history, prompt_lengths, lengths, index, words) -> logits
+    ban_tokens: Function  # (logits, ids, active) -> logits
+    add_bias: Function  # (logits, index, ids, values) -> logits
+    penalize: Function  # (logits, history, prompt_lengths, lengths, repetition, frequency, presence) -> logits
+    scale_by_temperature: Function  # (logits, temperature) -> logits, relative to each row's largest
+    temperature_offset: Function  # (logits, temperature) -> what the line above took away
+    truncate: Function  # (logits, top_k, top_p, min_p) -> logits with -inf where cut
+    greedy: Function  # (logits) -> ids
+    draw: Function  # (logits, exponential) -> ids
+    gather_logprobs: Function  # (logprobs, ids, num_logprobs) -> ids, logprobs, ranks

@@ -1,0 +1,41 @@
+"""Named errors. Each message says what was asked, what is true and what to do."""
+
+
+class PurestepError(Exception):
+    """Base of every error that a caller of purestep can cause."""
+
+
+class InvalidRequestError(PurestepError, ValueError):
+    """A request that can not be served; no other request and no state is touched by it."""
+
+
+class InvalidParameterError(InvalidRequestError):
+    """A sampling parameter outside its domain."""
+
+
+class PromptTooLongError(InvalidRequestError):
+    """A prompt longer than the model's or the cache's limit."""
+
+
+class DuplicateRequestError(InvalidRequestError):
+    """A request id that is already in use."""
+
+
+class SchedulerOutputError(PurestepError, ValueError):
+    """A SchedulerOutput that contradicts the batch it is applied to."""
+
+
+class OutOfBlocksError(PurestepError, RuntimeError):
+    """No KV block is left where one must be had."""
+
+
+class StaleStateError(PurestepError, RuntimeError):
+    """A device state that was consumed by a later step."""
+
+
+class PlanBaseError(PurestepError, RuntimeError):
+    """A plan made for another batch than the one the device state reflects."""
+
+
+class ModelLoadError(PurestepError, ValueError):
+    """A model that can not be loaded: unknown architecture, missing or misshapen tensor, damaged file."""

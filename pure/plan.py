@@ -1,0 +1,179 @@
+"""`plan_step`: the pure difference of two batches, as the one packed message that the device gets.
+
+Legal between any two batches of the same limits, so rewinding needs no code of its own. Rows are compared by the
+identity of their cold records: in a steady batch every column is the same object, and the plan is empty.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from purestep.pure.arrays import Tape, frozen
+from purestep.pure.records.batch import InputBatch
+from purestep.pure.records.layout import CONSTRAINTS, LayoutBounds
+from purestep.pure.records.plan import Inbox, InboxShape, StepPlan
+from purestep.pure.records.sampling_rows import MAX_STOP_IDS, NUM_COLUMNS, TokenConstraints, packed_row, stop_ids_of
+
+_NO_WORDS = frozen(np.zeros(0, np.int32))
+
+
+def plan_step(batch: InputBatch, absorbed: InputBatch) -> StepPlan:
+    """What the device must be told so that its host-written leaves reflect `batch` instead of `absorbed`.
+
+    Written anew: ledger rows of requests admitted or rolled back since, their sampling rows, those of their tokens
+    that the device lacks, new entries of block tables, the layout if its arrays are other ones. The block copies
+    and zeroings are the batch's own and belong to the step in which it was made.
+    """
+    if batch is absorbed:
+        return StepPlan(absorbed, batch, Inbox(_NO_WORDS))
+    rows = _admitted(batch, absorbed)
+    blocks = tuple(_block_entries(batch, absorbed, group) for group in range(len(batch.limits.block_sizes)))
+    bounds, layout = _layout_entries(batch, absorbed)
+    sections = [
+        layout,
+        _ledger_entries(batch, rows),
+        _sampling_entries(batch, absorbed, rows),
+        _token_entries(batch, absorbed, rows),
+        *blocks,
+        *(np.asarray(pairs, np.int32).reshape(-1, 2) for pairs in batch.block_copies),
+        *(np.asarray(ids, np.int32).reshape(-1, 1) for ids in batch.blocks_to_zero),
+    ]
+    has_constraints, constraints = _constraints(batch, absorbed)
+    data = [s.reshape(-1) for s in sections if s.size]
+    num_groups, num_copies = len(blocks), len(batch.block_copies)
+    sizes = tuple(len(s) for s in sections)
+    shape = InboxShape(
+        layout=batch.layout.bounds.num_reqs if layout.size else 0,
+        ledger=sizes[1],
+        sampling=sizes[2],
+        tokens=sizes[3],
+        blocks=_counts(sizes[4 : 4 + num_groups]),
+        copies=_counts(sizes[4 + num_groups : 4 + num_groups + num_copies]),
+        zeros=_counts(sizes[4 + num_groups + num_copies :]),
+    )
+    words = np.concatenate(data) if data else _NO_WORDS
+    return StepPlan(absorbed, batch, Inbox(words, constraints, shape, bounds, has_constraints))
+
+
+def _counts(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    return sizes if any(sizes) else ()
+
+
+def _admitted(batch: InputBatch, absorbed: InputBatch) -> list[int]:
+    """Rows whose device state does not descend from what `absorbed` put there."""
+    now, then = batch.rows.requests, absorbed.rows.requests
+    if now is then:
+        return []
+    return [row for row, request in enumerate(now) if request is not None and request is not then[row]]
+
+
+def _ledger_entries(batch: InputBatch, rows: Sequence[int]) -> NDArray[np.int32]:
+    """(row, computed, known, outputs, length limit, active, has_nan) of each."""
+    c, limits = batch.columns, batch.limits
+    entries = np.zeros((len(rows), 7), np.int32)
+    if not rows:
+        return entries
+    known, prompt = c.num_tokens[rows], c.num_prompt_tokens[rows]
+    max_tokens = [request.sampling_params.max_tokens for request in _requests(batch, rows)]
+    budget = np.array([limits.max_model_len if n is None else n for n in max_tokens])
+    entries[:, 0] = rows
+    entries[:, 1] = c.num_computed_tokens_settled[rows]
+    entries[:, 2] = known
+    entries[:, 3] = known - prompt
+    entries[:, 4] = np.minimum(prompt + budget, limits.max_model_len)
+    entries[:, 5] = 1
+    return entries
+
+
+def _sampling_entries(batch: InputBatch, absorbed: InputBatch, rows: Sequence[int]) -> NDArray[np.int32]:
+    """(row, packed sampling row), where parameters or stream are other ones."""
+    limits, packed = batch.limits, []
+    for row, request in zip(rows, _requests(batch, rows), strict=True):
+        old, params = absorbed.rows.requests[row], request.sampling_params
+        if old is not None and old.sampling_params is params and old.stream == request.stream:
+            continue
+        seed = limits.seed if params.seed is None else params.seed
+        stream = request.stream if params.stream is None else params.stream
+        words = packed_row(params, seed=seed, stream=stream, eos_token_ids=limits.eos_token_ids)
+        packed.append([row, *words])
+    return np.asarray(packed, np.int32).reshape(len(packed), 1 + NUM_COLUMNS)
+
+
+def _token_entries(batch: InputBatch, absorbed: InputBatch, rows: Sequence[int]) -> NDArray[np.int32]:
+    """(row, position, token id) of settled tokens that the row's tape on the device does not hold yet."""
+    parts = [_tail(row, batch.rows.tokens[row], absorbed.rows.tokens[row]) for row in rows]
+    return np.concatenate(parts) if parts else np.zeros((0, 3), np.int32)
+
+
+def _block_entries(batch: InputBatch, absorbed: InputBatch, group: int) -> NDArray[np.int32]:
+    """(row, place, block id) of entries that the row's block table on the device does not hold yet."""
+    now, then = batch.rows.block_ids[group], absorbed.rows.block_ids[group]
+    if now is then:
+        return np.zeros((0, 3), np.int32)
+    parts = [_tail(row, tape, then[row]) for row, tape in enumerate(now) if tape is not then[row]]
+    return np.concatenate(parts) if parts else np.zeros((0, 3), np.int32)
+
+
+def _tail(row: int, tape: Tape | None, old: Tape | None) -> NDArray[np.int32]:
+    """(row, place, item) from the first item of `tape` that is not surely the same in `old`."""
+    if tape is None:
+        return np.zeros((0, 3), np.int32)
+    start = 0
+    if old is not None and (tape.extends(old) or old.extends(tape)):
+        start = min(len(old), len(tape))
+    places = np.arange(start, len(tape), dtype=np.int32)
+    return np.stack([np.full_like(places, row), places, tape.array[start:]], axis=1)
+
+
+def _layout_entries(
+    batch: InputBatch, absorbed: InputBatch
+) -> tuple[LayoutBounds | None, NDArray[np.int32]]:
+    """The new bounds, and row_of_index and query_start_loc where they are other arrays."""
+    new, old = batch.layout, absorbed.layout
+    if new is old:
+        return None, _NO_WORDS
+    if new.row_of_index is old.row_of_index and new.query_start_loc is old.query_start_loc:
+        return new.bounds, _NO_WORDS
+    return new.bounds, np.concatenate([new.row_of_index, new.query_start_loc])
+
+
+def _constraints(batch: InputBatch, absorbed: InputBatch) -> tuple[bool, TokenConstraints | None]:
+    """Whether the sparse rules changed, and the rules of all rows."""
+    if batch.rows.requests is absorbed.rows.requests:
+        return False, None
+    constrained = np.flatnonzero(batch.columns.sampler_features & CONSTRAINTS).tolist()
+    rows = [row for row in constrained if batch.rows.requests[row] is not None]
+    had_any = bool((absorbed.columns.sampler_features & CONSTRAINTS).any())
+    if not rows:
+        return had_any, None
+    bias: list[tuple[int, int, float]] = []
+    allowed, words, stops = [], [], []
+    for row, request in zip(rows, _requests(batch, rows), strict=True):
+        params = request.sampling_params
+        bias += [(row, token, value) for token, value in params.logit_bias]
+        allowed += [(row, token) for token in params.allowed_token_ids or ()]
+        words += [(row, word) for word in params.bad_words_token_ids]
+        stops += [(row, token) for token in stop_ids_of(params, batch.limits.eos_token_ids)[0][MAX_STOP_IDS:]]
+    longest = max((len(word) for _, word in words), default=1)
+    padded = [list(word) + [-1] * (longest - len(word)) for _, word in words]
+    return True, TokenConstraints(
+        bias_row=_column([b[0] for b in bias]),
+        bias_ids=_column([b[1] for b in bias]),
+        bias_values=np.asarray([b[2] for b in bias], np.float32),
+        allowed_row=_column([a[0] for a in allowed]),
+        allowed_ids=_column([a[1] for a in allowed]),
+        words_row=_column([w[0] for w in words]),
+        words=np.asarray(padded, np.int32).reshape(len(words), longest),
+        stop_row=_column([s[0] for s in stops]),
+        stop_ids=_column([s[1] for s in stops]),
+    )
+
+
+def _column(values: Sequence[int]) -> NDArray[np.int32]:
+    return np.asarray(values, np.int32)
+
+
+def _requests(batch: InputBatch, rows: Sequence[int]) -> list[Any]:
+    return [batch.rows.requests[row] for row in rows]

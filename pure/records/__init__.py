@@ -1,0 +1,1 @@
+"""Records that flow between stages; one file per kind."""

@@ -1,0 +1,123 @@
+"""The host's record of who is in which row: columns that a steady step shares, cold records that it never touches."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int32
+
+from purestep.kernels.record import record
+from purestep.pure.arrays import Tape, frozen
+from purestep.pure.records.layout import Layout
+from purestep.pure.records.sampling_params import SamplingParams
+
+BlockPairs = tuple[tuple[tuple[int, int], ...], ...]  # per KV group: (source, target)
+
+
+@record(static=True)
+class BatchLimits:
+    """What a batch can hold. The device tables have one row more than `max_num_reqs`: the null row of padding."""
+
+    max_num_reqs: int
+    max_model_len: int
+    vocab_size: int
+    block_sizes: tuple[int, ...]  # per KV group
+    num_blocks: tuple[int, ...]  # per KV group, the null block included
+    eos_token_ids: tuple[int, ...] = ()  # the model's
+    seed: int = 0  # of requests that bring none
+
+    @property
+    def null_row(self) -> int:
+        """The row that padded indices name: known length 0, never active."""
+        return self.max_num_reqs
+
+
+@record
+class CachedRequestState:
+    """What stays the same between admissions of a request. Another object means: the device row is written anew.
+
+    `num_computed_tokens` is that at admission; the present counts are columns of the batch.
+    """
+
+    req_id: str
+    num_prompt_tokens: int
+    sampling_params: SamplingParams
+    stream: int
+    num_computed_tokens: int
+    lora_request: Any = None
+
+
+@record
+class Parked:
+    """A request that the batch knows but that has no row: preempted, or left out of a step."""
+
+    request: CachedRequestState
+    tokens: Tape
+    block_ids: tuple[Tape, ...]
+    num_computed_tokens: int
+
+
+@record
+class Rows:
+    """Cold records by row, None where the row is free."""
+
+    requests: tuple[CachedRequestState | None, ...]
+    tokens: tuple[Tape | None, ...]  # prompt and settled outputs
+    block_ids: tuple[tuple[Tape | None, ...], ...]  # by KV group, then row
+
+
+@record
+class Columns:
+    """Hot numbers by row, read-only and shared while unchanged."""
+
+    num_prompt_tokens: Int32[np.ndarray, " rows"]
+    num_tokens: Int32[np.ndarray, " rows"]  # prompt and settled outputs
+    num_computed_tokens_bound: Int32[np.ndarray, " rows"]  # what the scheduler assumes; may run ahead of the device
+    num_computed_tokens_settled: Int32[np.ndarray, " rows"]  # what the device has reported
+    room: Int32[np.ndarray, " rows"]  # tokens that the row's blocks can hold
+    sampler_features: Int32[np.ndarray, " rows"]  # bits, see pure/records/layout.py
+    num_logprobs: Int32[np.ndarray, " rows"]  # -1: none wanted
+    released_at: Int32[np.ndarray, " rows"]  # the last step that may still write a row that was given up
+
+
+@record(static=True)
+class Clock:
+    """Steps begun, and steps whose output is known to the host."""
+
+    num_begun: int = 0
+    num_settled: int = 0
+
+
+@record
+class InputBatch:
+    """Every request known to the runner. Rows are stable from admission to finish or preemption.
+
+    settled <= truth on the device <= bound + this step's tokens, for the computed tokens of every row.
+    """
+
+    limits: BatchLimits
+    rows: Rows
+    columns: Columns
+    row_of: Mapping[str, int]
+    parked: Mapping[str, Parked]
+    req_ids: tuple[str, ...]  # this step's batch, by index
+    layout: Layout
+    block_copies: BlockPairs = ()  # this step's, before anything is written
+    blocks_to_zero: tuple[tuple[int, ...], ...] = ()
+    clock: Clock = Clock()
+
+    @staticmethod
+    def make_empty(limits: BatchLimits) -> "InputBatch":
+        """No request is known."""
+        rows = limits.max_num_reqs
+        zeros = frozen(np.zeros(rows, np.int32))
+        return InputBatch(
+            limits=limits,
+            rows=Rows((None,) * rows, (None,) * rows, ((None,) * rows,) * len(limits.block_sizes)),
+            columns=Columns(zeros, zeros, zeros, zeros, zeros, zeros, frozen(zeros - 1), zeros),
+            row_of=MappingProxyType({}),
+            parked=MappingProxyType({}),
+            req_ids=(),
+            layout=Layout.make_empty(),
+        )

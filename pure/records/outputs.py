@@ -1,0 +1,127 @@
+"""What a step gives back. Source: vllm/v1/outputs.py (names and fields)."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from purestep.kernels.record import record, replace
+
+
+@record
+class LogprobsTensors:
+    """Log-probabilities on the device. Column 0 is the sampled token, then the largest ones in descending order."""
+
+    logprob_token_ids: Int[Tensor, "logits n+1"]
+    logprobs: Float[Tensor, "logits n+1"]
+    selected_token_ranks: Int[Tensor, " logits"]  # 1 is the largest; ties count against the token
+
+
+@record
+class StepOutput:
+    """What the device learnt in one step, one entry per index of the batch."""
+
+    sampled_token_ids: Int[Tensor, "reqs width"]  # -1: nothing kept (unfinished prefill, frozen row, NaN logits)
+    num_computed_tokens: Int[Tensor, " reqs"]  # after the step
+    active: Bool[Tensor, " reqs"]  # False once the row hit a stop id, its length limit or NaN logits
+    has_nan: Bool[Tensor, " reqs"]
+    logprobs_tensors: LogprobsTensors | None = None
+
+
+@record
+class LogprobsLists:
+    """The same on the host, as arrays. `cu_num_generated_tokens` is set where requests own several rows."""
+
+    logprob_token_ids: np.ndarray
+    logprobs: np.ndarray
+    sampled_token_ranks: np.ndarray
+    cu_num_generated_tokens: tuple[int, ...] | None = None
+
+    def slice_request(self, index: int, num_positions: int) -> "LogprobsLists":
+        """The rows of the request at `index`."""
+        start = self.cu_num_generated_tokens[index] if self.cu_num_generated_tokens else index
+        rows = slice(start, start + num_positions)
+        return LogprobsLists(self.logprob_token_ids[rows], self.logprobs[rows], self.sampled_token_ranks[rows])
+
+
+@record
+class SamplerOutput:
+    """What sampling alone returns: ids int32 [reqs, width], -1 where there is none."""
+
+    sampled_token_ids: Int[Tensor, "reqs width"]
+    logprobs_tensors: LogprobsTensors | None = None
+
+
+@record
+class DraftTokenIds:
+    """Draft tokens proposed for the next step, per request."""
+
+    req_ids: tuple[str, ...]
+    draft_token_ids: tuple[tuple[int, ...], ...]
+
+
+@record
+class KVConnectorOutput:
+    """What a KV connector has to report after a step."""
+
+    finished_sending: frozenset[str] = frozenset()
+    finished_recving: frozenset[str] = frozenset()
+    invalid_block_ids: frozenset[int] = frozenset()
+    kv_connector_stats: Any = None
+    kv_cache_events: Any = None
+    kv_connector_worker_meta: Any = None
+    expected_finished_count: int = 0
+
+    def is_empty(self) -> bool:
+        """Nothing to report; the expected count alone is no report."""
+        return not (
+            self.finished_sending
+            or self.finished_recving
+            or self.invalid_block_ids
+            or self.kv_connector_stats
+            or self.kv_cache_events
+            or self.kv_connector_worker_meta
+        )
+
+
+@record
+class ModelRunnerOutput:
+    """One step's results by request; `sampled_token_ids[i]` is empty where nothing was kept."""
+
+    req_ids: tuple[str, ...]
+    req_id_to_index: Mapping[str, int]
+    sampled_token_ids: tuple[tuple[int, ...], ...] = ()
+    logprobs: LogprobsLists | None = None
+    prompt_logprobs_dict: Mapping[str, LogprobsTensors | None] = MappingProxyType({})
+    pooler_output: tuple[Tensor | None, ...] | None = None
+    kv_connector_output: KVConnectorOutput | None = None
+    ec_connector_output: Any = None
+    num_nans_in_logits: Mapping[str, int] = MappingProxyType({})
+    cudagraph_stats: Any = None
+    routed_experts: Any = None
+
+
+EMPTY_MODEL_RUNNER_OUTPUT = ModelRunnerOutput(req_ids=(), req_id_to_index=MappingProxyType({}))
+
+
+def with_kv_conn_output_only(output: KVConnectorOutput | None) -> ModelRunnerOutput:
+    """The empty output, carrying a connector's report where there is one."""
+    if output is None or output.is_empty():
+        return EMPTY_MODEL_RUNNER_OUTPUT
+    return replace(EMPTY_MODEL_RUNNER_OUTPUT, kv_connector_output=output)
+
+
+def make_empty_encoder_model_runner_output(num_scheduled_tokens: Mapping[str, int]) -> ModelRunnerOutput:
+    """The stub of a rank that only produces encoder outputs: a literal 0 per scheduled request, as upstream sends."""
+    if not num_scheduled_tokens:
+        return EMPTY_MODEL_RUNNER_OUTPUT
+    req_ids = tuple(num_scheduled_tokens)
+    return ModelRunnerOutput(
+        req_ids=req_ids,
+        req_id_to_index=MappingProxyType({r: i for i, r in enumerate(req_ids)}),
+        sampled_token_ids=((0,),) * len(req_ids),
+        pooler_output=(None,) * len(req_ids),
+    )

@@ -1,0 +1,72 @@
+"""The host's whole say about one step, packed into one int32 array.
+
+The sections of `Inbox.data` follow each other in the order of `InboxShape`'s fields. Entries that name the null row
+or copy block 0 on itself change nothing that is read, so an inbox may be padded to a fixed capacity.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int32
+from torch import Tensor
+
+from purestep.kernels.record import record, replace, static
+from purestep.pure.records.layout import LayoutBounds
+from purestep.pure.records.sampling_rows import TokenConstraints
+
+
+@record(static=True)
+class InboxShape:
+    """Entries in each section of an inbox."""
+
+    layout: int = 0  # indices; 0 with `bounds` None: the layout stays
+    ledger: int = 0  # rows written anew: (row, every ledger column but the step)
+    sampling: int = 0  # (row, every sampling column)
+    tokens: int = 0  # (row, position, token id)
+    blocks: tuple[int, ...] = ()  # per group: (row, place in the row's table, block id)
+    copies: tuple[int, ...] = ()  # per group: (source block, target block)
+    zeros: tuple[int, ...] = ()  # per group: block
+
+
+@record
+class Inbox:
+    """The leaf that a plan arrives in. With nothing in it, `absorb` is the identity."""
+
+    data: Int32[np.ndarray | Tensor, " words"]
+    constraints: TokenConstraints | None = None  # replaces the state's where `has_constraints`
+    shape: InboxShape = static(default=InboxShape())
+    bounds: LayoutBounds | None = static(default=None)  # None: the layout stays
+    has_constraints: bool = static(default=False)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether absorbing it changes nothing."""
+        return self.bounds is None and not self.has_constraints and self.shape == InboxShape()
+
+    def to(self, device: torch.device | str) -> "Inbox":
+        """The same record with tensors."""
+        if isinstance(self.data, Tensor):
+            return replace(self, data=self.data.to(device), constraints=_to(self.constraints, device))
+        data = torch.from_numpy(self.data.copy()).to(device)
+        return replace(self, data=data, constraints=_to(self.constraints, device))
+
+    @staticmethod
+    def make_empty(device: torch.device | str = "cpu") -> "Inbox":
+        """Nothing to absorb."""
+        return Inbox(torch.zeros(0, dtype=torch.int32, device=device))
+
+
+def _to(constraints: TokenConstraints | None, device: torch.device | str) -> TokenConstraints | None:
+    if constraints is None:
+        return None
+    return torch.utils._pytree.tree_map(lambda array: torch.as_tensor(array).to(device), constraints)  # type: ignore[no-any-return]
+
+
+@record
+class StepPlan:
+    """The step from one batch to another: legal between any two, and the only effect that the host has."""
+
+    base: Any  # the InputBatch that the device reflects beforehand
+    batch: Any  # the InputBatch that it reflects afterwards
+    inbox: Inbox

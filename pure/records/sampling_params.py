@@ -1,0 +1,202 @@
+"""What a request asks of the sampler. Names, defaults and limits are vLLM's, with these differences:
+
+- A temperature of less than 0.01 is not raised to 0.01; below 1e-5 it means greedy, as upstream.
+- Randomness has two names: `seed`, and `stream`, which tells apart requests that share a seed.
+- `bad_words_token_ids` are token ids already, and `logprobs_mode` is a request's own.
+- Greedy requests may ask for several samples; they are equal.
+"""
+
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, Literal
+
+import attrs
+
+from purestep.kernels.record import record, replace
+from purestep.pure.errors import InvalidParameterError
+
+MAX_BIAS = 100.0
+GREEDY_BELOW = 1e-5
+
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
+
+
+def _ids(name: str, value: Iterable[int] | None) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    try:
+        return tuple(operator.index(token) for token in value)
+    except TypeError:
+        raise InvalidParameterError(f"{name} must be token ids (whole numbers), got {value!r}") from None
+
+
+def _words(name: str, value: Iterable[Iterable[int]]) -> tuple[tuple[int, ...] | None, ...]:
+    try:
+        return tuple(_ids(name, word) for word in value)
+    except TypeError:
+        raise InvalidParameterError(f"{name} must be a list of lists of token ids, got {value!r}") from None
+
+
+def _strings(value: str | Iterable[str] | None) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _bias(value: Mapping[int, float] | Iterable[tuple[int, float]] | None) -> tuple[tuple[int, float], ...]:
+    pairs = value.items() if isinstance(value, Mapping) else value or ()
+    try:
+        return tuple((operator.index(token), _clamped(float(bias))) for token, bias in pairs)
+    except (TypeError, ValueError):
+        raise InvalidParameterError(f"logit_bias must map token ids to numbers, got {value!r}") from None
+
+
+def _clamped(bias: float) -> float:
+    """Within +-MAX_BIAS; infinities and NaN stay, for `validate` to refuse."""
+    return max(-MAX_BIAS, min(MAX_BIAS, bias)) if abs(bias) < float("inf") else bias
+
+
+@record(static=True)
+class SamplingParams:
+    """How one request is sampled. Lists may come in any form, kept are tuples; `validate` judges the values.
+
+    Raises: InvalidParameterError for token ids that are no whole numbers and biases that are no numbers.
+    Source: vllm/sampling_params.py.
+    """
+
+    n: int = 1  # samples of the prompt
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: off
+    min_p: float = 0.0
+    seed: int | None = None  # None: the engine's
+    stream: int | None = None  # None: place of the prompt in its call times n, plus place of the sample
+    max_tokens: int | None = 16  # None: up to the model's limit
+    min_tokens: int = 0  # until then neither stop ids nor the model's end-of-sequence ids are produced
+    stop: tuple[str, ...] = attrs.field(default=(), converter=_strings)
+    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=partial(_ids, "stop_token_ids"))
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logprobs: int | None = None  # how many of the likeliest tokens beside the sampled one; -1: all
+    prompt_logprobs: int | None = None  # likewise, for each token of the prompt
+    logprobs_mode: LogprobsMode = "raw_logprobs"
+    logit_bias: tuple[tuple[int, float], ...] = attrs.field(default=(), converter=_bias)  # clamped to +-100
+    allowed_token_ids: tuple[int, ...] | None = attrs.field(
+        default=None, converter=partial(_ids, "allowed_token_ids")
+    )
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = attrs.field(
+        default=(), converter=partial(_words, "bad_words_token_ids")
+    )
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the largest logit is taken and nothing is drawn."""
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def is_random(self) -> bool:
+        """Whether tokens are drawn."""
+        return not self.greedy
+
+
+def normalize(params: SamplingParams) -> SamplingParams:
+    """Equal behaviour in one form: a greedy request has temperature 0 and no cuts, top_k "off" is 0."""
+    if params.greedy:
+        return replace(params, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+    return params if params.top_k >= 0 else replace(params, top_k=0)
+
+
+def validate(params: SamplingParams, vocab_size: int, max_model_len: int) -> None:
+    """Refuse parameters outside their domain, for a model with so many token ids and so long a context.
+
+    Raises: InvalidParameterError naming the parameter, its value and what is allowed.
+    """
+    _validate_numbers(params)
+    _validate_counts(params, vocab_size, max_model_len)
+    _validate_ids(params, vocab_size)
+    if params.logprobs_mode not in LOGPROBS_MODES:
+        raise _refusal("logprobs_mode", params.logprobs_mode, f"one of {', '.join(LOGPROBS_MODES)}")
+    if not all(isinstance(text, str) and text for text in params.stop):
+        raise _refusal("stop", params.stop, "strings that are not empty")
+
+
+def _refusal(name: str, value: object, allowed: str) -> InvalidParameterError:
+    return InvalidParameterError(f"{name} must be {allowed}, got {value!r}")
+
+
+def _validate_numbers(params: SamplingParams) -> None:
+    domains: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+        ("temperature", lambda x: 0 <= x < float("inf"), "a finite number >= 0 (0: greedy)"),
+        ("top_p", lambda x: 0 < x <= 1, "in (0, 1] (1: off)"),
+        ("min_p", lambda x: 0 <= x <= 1, "in [0, 1] (0: off)"),
+        ("presence_penalty", lambda x: -2 <= x <= 2, "in [-2, 2] (0: off)"),
+        ("frequency_penalty", lambda x: -2 <= x <= 2, "in [-2, 2] (0: off)"),
+        ("repetition_penalty", lambda x: 0 < x < float("inf"), "a finite number > 0 (1: off)"),
+    )
+    for name, is_valid, allowed in domains:
+        value = getattr(params, name)
+        if not (_is_number(value) and is_valid(value)):
+            raise _refusal(name, value, allowed)
+    for token, bias in params.logit_bias:
+        if not abs(bias) <= MAX_BIAS:
+            raise _refusal(f"logit_bias of token {token}", bias, "a finite number")
+
+
+def _is_number(value: object) -> bool:
+    return hasattr(value, "__float__") and not isinstance(value, str)
+
+
+def _is_integer(value: object) -> bool:
+    return hasattr(value, "__index__")
+
+
+def _validate_counts(params: SamplingParams, vocab_size: int, max_model_len: int) -> None:
+    none_or = "None or "
+    domains = (
+        ("n", 1, None, ""),
+        ("top_k", -1, None, ""),
+        ("seed", -(2**63), 2**63 - 1, none_or),
+        ("stream", -(2**63), 2**63 - 1, none_or),
+        ("max_tokens", 1, None, none_or),
+        ("min_tokens", 0, max_model_len, ""),
+        ("logprobs", -1, vocab_size, none_or),
+        ("prompt_logprobs", -1, vocab_size, none_or),
+    )
+    for name, low, high, optional in domains:
+        value = getattr(params, name)
+        if optional and value is None:
+            continue
+        if not (_is_integer(value) and low <= value and (high is None or value <= high)):
+            interval = f"whole number >= {low}" + ("" if high is None else f" and <= {high}")
+            raise _refusal(name, value, f"{optional}a {interval}")
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        raise _refusal("min_tokens", params.min_tokens, f"at most max_tokens, which is {params.max_tokens}")
+
+
+def _validate_ids(params: SamplingParams, vocab_size: int) -> None:
+    allowed = params.allowed_token_ids
+    named = {
+        "stop_token_ids": params.stop_token_ids,
+        "logit_bias": tuple(token for token, _ in params.logit_bias),
+        "allowed_token_ids": allowed or (),
+        "bad_words_token_ids": tuple(token for word in params.bad_words_token_ids for token in word),
+    }
+    for name, ids in named.items():
+        outside = [token for token in ids if not 0 <= token < vocab_size]
+        if outside:
+            raise _refusal(f"every id in {name}", outside[0], f"in [0, {vocab_size}), the vocabulary")
+    if () in params.bad_words_token_ids:
+        raise _refusal("bad_words_token_ids", params.bad_words_token_ids, "words of one id at least")
+    if allowed == ():
+        raise _refusal("allowed_token_ids", allowed, "None (all) or one id at least")
+    if allowed is not None:
+        banned = {word[0] for word in params.bad_words_token_ids if len(word) == 1}
+        banned |= set(params.stop_token_ids if params.min_tokens > 0 else ())
+        if banned.issuperset(allowed):
+            raise _refusal("allowed_token_ids", allowed, "more than what bad words and min_tokens forbid")

@@ -1,0 +1,73 @@
+"""Sampling parameters on the device: one packed row per request, and sparse constraints."""
+
+import numpy as np
+from jaxtyping import Float32, Int32
+from torch import Tensor
+
+from purestep.kernels.record import record
+from purestep.pure.records.sampling_params import LOGPROBS_MODES, SamplingParams, normalize
+
+MAX_STOP_IDS = 8
+FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+INTS = (
+    "top_k",
+    "seed_low",
+    "seed_high",
+    "stream_low",
+    "stream_high",
+    "min_tokens",
+    "num_stop_ids",  # of the ids behind: these end the row; the rest is only banned until min_tokens
+    "logprobs_mode",  # index into LOGPROBS_MODES
+)
+NUM_COLUMNS = len(FLOATS) + len(INTS) + MAX_STOP_IDS
+
+
+@record
+class TokenConstraints:
+    """Sparse rules on tokens; the first member of each pair names the row, so that any batch order can use them."""
+
+    bias_row: Int32[np.ndarray | Tensor, " biases"]
+    bias_ids: Int32[np.ndarray | Tensor, " biases"]
+    bias_values: Float32[np.ndarray | Tensor, " biases"]
+    allowed_row: Int32[np.ndarray | Tensor, " allowed"]  # a row named here may only use the ids listed for it
+    allowed_ids: Int32[np.ndarray | Tensor, " allowed"]
+    words_row: Int32[np.ndarray | Tensor, " words"]
+    words: Int32[np.ndarray | Tensor, "words length"]  # token ids of a bad word, -1 behind its end
+    stop_row: Int32[np.ndarray | Tensor, " stops"]  # ids banned until min_tokens that do not fit a sampling row
+    stop_ids: Int32[np.ndarray | Tensor, " stops"]
+
+
+@record
+class SamplingRows:
+    """`table` holds, by row: FLOATS (as bits), INTS, then the ids banned until min_tokens, padded with -1."""
+
+    table: Int32[Tensor, "rows columns"]
+    constraints: TokenConstraints | None = None
+
+
+def split64(value: int) -> tuple[int, int]:
+    """The low and high halves of a 64-bit integer, as int32 bit patterns."""
+    low, high = np.array([value & 0xFFFFFFFFFFFFFFFF], np.uint64).view(np.int32).tolist()
+    return low, high
+
+
+def stop_ids_of(params: SamplingParams, eos_token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+    """The ids banned until min_tokens, and how many of them, from the front, also end the request."""
+    stops = params.stop_token_ids if params.ignore_eos else params.stop_token_ids + eos_token_ids
+    stops = tuple(dict.fromkeys(stops))
+    return stops + tuple(i for i in eos_token_ids if i not in stops), len(stops)
+
+
+def packed_row(
+    params: SamplingParams, *, seed: int, stream: int, eos_token_ids: tuple[int, ...]
+) -> list[int]:
+    """A request's sampling row as int32 words."""
+    params = normalize(params)
+    floats = [params.temperature, params.top_p, params.min_p]
+    floats += [params.repetition_penalty, params.frequency_penalty, params.presence_penalty]
+    ids, num_stop_ids = stop_ids_of(params, eos_token_ids)
+    ids = ids[:MAX_STOP_IDS]
+    row: list[int] = np.asarray(floats, np.float32).view(np.int32).tolist()
+    row += [max(params.top_k, 0), *split64(seed), *split64(stream), params.min_tokens]
+    row += [min(num_stop_ids, MAX_STOP_IDS), LOGPROBS_MODES.index(params.logprobs_mode)]
+    return row + list(ids) + [-1] * (MAX_STOP_IDS - len(ids))

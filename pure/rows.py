@@ -1,0 +1,161 @@
+"""Edits of a batch's rows: who sits where. Each returns a new batch; untouched columns stay the same objects."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from purestep.pure.arrays import Tape, with_items
+from purestep.pure.errors import SchedulerOutputError
+from purestep.pure.record import replace
+from purestep.pure.records.batch import Columns, InputBatch, Parked, Rows
+from purestep.pure.records.layout import sampler_features
+from purestep.pure.records.scheduler_output import BlockIds
+
+T = TypeVar("T")
+
+
+def occupied(item: T | None) -> T:
+    """What a row that is in use holds."""
+    assert item is not None, "a row named by row_of is empty"
+    return item
+
+
+def with_entries(column: tuple[Any, ...], entries: Mapping[int, Any]) -> tuple[Any, ...]:
+    """The tuple with some entries exchanged."""
+    items = list(column)
+    for index, value in entries.items():
+        items[index] = value
+    return tuple(items)
+
+
+def rows_of(batch: InputBatch, req_ids: Sequence[str]) -> NDArray[np.int32]:
+    """The rows of these requests.
+
+    Raises:
+        SchedulerOutputError: an id that has no row.
+    """
+    try:
+        return np.fromiter(map(batch.row_of.__getitem__, req_ids), np.int32, len(req_ids))
+    except KeyError as error:
+        raise SchedulerOutputError(
+            f"request {error.args[0]!r} is scheduled as a known one, but the batch knows only "
+            f"{len(batch.row_of)} requests in rows and {len(batch.parked)} parked, none of this id: "
+            "send it in scheduled_new_reqs first"
+        ) from None
+
+
+def tapes(batch: InputBatch, req_id: str, block_ids: BlockIds) -> tuple[Tape, ...]:
+    """A request's block lists as tapes, one per KV group.
+
+    Raises:
+        SchedulerOutputError: too few groups, or a block that does not exist.
+    """
+    check_blocks(batch, req_id, block_ids)
+    return tuple(Tape.of(ids) for ids in block_ids)
+
+
+def check_blocks(batch: InputBatch, req_id: str, block_ids: BlockIds) -> None:
+    """Every group is there, and every block exists.
+
+    Raises:
+        SchedulerOutputError: otherwise.
+    """
+    limits = batch.limits
+    if len(block_ids) != len(limits.block_sizes):
+        raise SchedulerOutputError(
+            f"request {req_id!r} got blocks for {len(block_ids)} KV groups; the cache has {len(limits.block_sizes)}"
+        )
+    for group, (ids, num_blocks) in enumerate(zip(block_ids, limits.num_blocks, strict=True)):
+        if ids and not 0 <= min(ids) <= max(ids) < num_blocks:
+            raise SchedulerOutputError(
+                f"request {req_id!r} got blocks {min(ids)} to {max(ids)} in KV group {group}, "
+                f"which has blocks 0 to {num_blocks - 1}"
+            )
+
+
+def room(batch: InputBatch, block_ids: Iterable[Tape]) -> int:
+    """Tokens that these blocks can hold: the smallest of the KV groups."""
+    return min(len(ids) * size for ids, size in zip(block_ids, batch.limits.block_sizes, strict=True))
+
+
+def release(batch: InputBatch, req_ids: Sequence[str]) -> InputBatch:
+    """These requests' rows are free, once every step begun so far is settled: until then it may write them."""
+    if not req_ids:
+        return batch
+    rows = [batch.row_of[r] for r in req_ids]
+    nobody: dict[int, None] = dict.fromkeys(rows)
+    gone = set(req_ids)
+    released_at = with_items(batch.columns.released_at, rows, batch.clock.num_begun)
+    return replace(
+        batch,
+        rows=Rows(
+            with_entries(batch.rows.requests, nobody),
+            with_entries(batch.rows.tokens, nobody),
+            tuple(with_entries(group, nobody) for group in batch.rows.block_ids),
+        ),
+        columns=replace(batch.columns, released_at=released_at),
+        row_of=MappingProxyType({r: row for r, row in batch.row_of.items() if r not in gone}),
+    )
+
+
+def place(batch: InputBatch, arrivals: Sequence[Parked]) -> InputBatch:
+    """These requests, in the lowest free rows in order.
+
+    Raises:
+        SchedulerOutputError: fewer rows are free.
+    """
+    if not arrivals:
+        return batch
+    free = _free_rows(batch, len(arrivals))
+    placed = dict(zip(free, arrivals, strict=True))
+    names = {a.request.req_id for a in arrivals}
+    return replace(
+        batch,
+        rows=Rows(
+            with_entries(batch.rows.requests, {row: a.request for row, a in placed.items()}),
+            with_entries(batch.rows.tokens, {row: a.tokens for row, a in placed.items()}),
+            tuple(
+                with_entries(group, {row: a.block_ids[g] for row, a in placed.items()})
+                for g, group in enumerate(batch.rows.block_ids)
+            ),
+        ),
+        columns=_columns(batch, free, arrivals),
+        row_of=MappingProxyType(dict(batch.row_of) | {a.request.req_id: row for row, a in placed.items()}),
+        parked=MappingProxyType({r: p for r, p in batch.parked.items() if r not in names}),
+    )
+
+
+def _free_rows(batch: InputBatch, wanted: int) -> list[int]:
+    settled, released = batch.clock.num_settled, batch.columns.released_at
+    free = [row for row, r in enumerate(batch.rows.requests) if r is None and released[row] <= settled]
+    if len(free) < wanted:
+        raise SchedulerOutputError(
+            f"{wanted} requests are to be admitted and {len(free)} of {batch.limits.max_num_reqs} rows are free "
+            f"({batch.clock.num_begun - settled} steps are unsettled and hold rows that were given up): "
+            "schedule fewer, or settle first"
+        )
+    return free[:wanted]
+
+
+def _columns(batch: InputBatch, rows: Sequence[int], arrivals: Sequence[Parked]) -> Columns:
+    requests = [a.request for a in arrivals]
+    computed = [a.num_computed_tokens for a in arrivals]
+    vocab = batch.limits.vocab_size
+    wanted = [r.sampling_params.logprobs for r in requests]
+    num_logprobs = [-1 if n is None else vocab if n == -1 else n for n in wanted]
+    eos = batch.limits.eos_token_ids
+    features = [sampler_features(r.sampling_params, vocab, eos) for r in requests]
+    c = batch.columns
+    return Columns(
+        num_prompt_tokens=with_items(c.num_prompt_tokens, rows, [r.num_prompt_tokens for r in requests]),
+        num_tokens=with_items(c.num_tokens, rows, [len(a.tokens) for a in arrivals]),
+        num_computed_tokens_bound=with_items(c.num_computed_tokens_bound, rows, computed),
+        num_computed_tokens_settled=with_items(c.num_computed_tokens_settled, rows, computed),
+        room=with_items(c.room, rows, [room(batch, a.block_ids) for a in arrivals]),
+        sampler_features=with_items(c.sampler_features, rows, features),
+        num_logprobs=with_items(c.num_logprobs, rows, num_logprobs),
+        released_at=c.released_at,
+    )

@@ -1,0 +1,169 @@
+"""`sample_tokens`: from logits to one token a request, and its log-probabilities."""
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from purestep.kernels.record import record
+from purestep.kernels.types import Kernels
+from purestep.pure.records.layout import SamplerShape
+from purestep.pure.records.outputs import LogprobsTensors
+from purestep.pure.records.sampling_params import GREEDY_BELOW, LOGPROBS_MODES
+from purestep.pure.records.sampling_rows import FLOATS, INTS, TokenConstraints
+from purestep.pure.records.state import ExecuteModelState, StepState
+
+DRAW = 0  # the purpose of the noise that picks a token; drafts and their acceptance have others
+
+
+@record
+class SampledTokens:
+    """What sampling makes of a batch's logits, before anything is kept or thrown away."""
+
+    token_ids: Int[Tensor, " reqs"]
+    stops: Bool[Tensor, " reqs"]  # the token is one of the row's stop ids, and min_tokens is reached
+    has_nan: Bool[Tensor, " reqs"]
+    logprobs_tensors: LogprobsTensors | None
+
+
+@record
+class BatchParams:
+    """Sampling parameters and lengths of the batch's rows, in the order of the batch."""
+
+    floats: Float[Tensor, "reqs floats"]  # FLOATS
+    ints: Int[Tensor, "reqs ints"]  # INTS
+    banned_ids: Int[Tensor, "reqs ids"]  # until min_tokens; the first num_stop_ids of them stop the row
+    num_known_tokens: Int[Tensor, " reqs"]
+    num_output_tokens: Int[Tensor, " reqs"]
+
+    def __getitem__(self, name: str) -> Tensor:
+        """One parameter of all requests."""
+        return self.floats[:, FLOATS.index(name)] if name in FLOATS else self.ints[:, INTS.index(name)]
+
+
+def batch_params(state: StepState) -> BatchParams:
+    """What sampling needs to know of each request of the batch."""
+    rows = state.layout.row_of_index
+    words = state.sampling.table[rows]
+    num_floats = len(FLOATS)
+    return BatchParams(
+        floats=words[:, :num_floats].contiguous().view(torch.float32),
+        ints=words[:, num_floats : num_floats + len(INTS)],
+        banned_ids=words[:, num_floats + len(INTS) :],
+        num_known_tokens=state.ledger.num_known_tokens[rows],
+        num_output_tokens=state.ledger.num_output_tokens[rows],
+    )
+
+
+def sample_tokens(
+    executed: ExecuteModelState,
+    *,
+    kernels: Kernels,
+    exponential: Float[Tensor, "reqs vocab"] | None = None,
+) -> SampledTokens:
+    """One token for every request of the batch, kept or not.
+
+    The order is upstream's: raw log-probabilities; allowed ids, bad words, min_tokens, bias, penalties;
+    temperature, min-p, top-k, top-p; the draw. Greedy rows take the largest logit of what stands before
+    temperature. A row's noise is a function of its seed, stream and output index alone; `exponential` puts given
+    Exp(1) draws in its place. Rows with NaN logits are flagged.
+
+    Source: vllm/v1/sample/sampler.py.
+    """
+    assert executed.logits is not None
+    state, logits = executed.state, executed.logits
+    shape, params = state.layout.bounds.sampler, batch_params(state)
+    processed = _constrained(state, params, logits, kernels)
+    tokens = kernels.greedy(processed)
+    final = processed
+    if shape.random:
+        final = kernels.scale_by_temperature(processed, params["temperature"])
+        if shape.truncated:
+            final = kernels.truncate(final, params["top_k"], params["top_p"], params["min_p"])
+        noise = _exponential(params, logits.shape[-1], kernels) if exponential is None else exponential
+        drawn = kernels.draw(final, noise.to(final.dtype))
+        tokens = torch.where(params["temperature"] < GREEDY_BELOW, tokens, drawn)
+    place = torch.arange(params.banned_ids.shape[1], device=tokens.device)
+    is_stop = (params.banned_ids == tokens[:, None]) & (place < params["num_stop_ids"][:, None])
+    return SampledTokens(
+        token_ids=tokens.to(torch.int32),
+        stops=is_stop.any(-1) & (params.num_output_tokens + 1 >= params["min_tokens"]),
+        has_nan=logits.isnan().any(-1),
+        logprobs_tensors=_logprobs(shape, params, logits, final, tokens, kernels),
+    )
+
+
+def _constrained(state: StepState, params: BatchParams, logits: Tensor, kernels: Kernels) -> Tensor:
+    """Logits after everything that comes before temperature."""
+    shape, rows = state.layout.bounds.sampler, state.layout.row_of_index
+    if shape.penalties or shape.constraints:
+        width = min(state.layout.bounds.max_seq_len, state.token_ids.shape[1])
+        history = state.token_ids[rows, :width]
+        lengths = params.num_known_tokens
+        prompt_lengths = lengths - params.num_output_tokens
+    if shape.constraints and state.sampling.constraints is not None:
+        rules = state.sampling.constraints
+        index_of_row = _index_of_row(rows, state.sampling.table.shape[0])
+        allowed_index = index_of_row[rules.allowed_row]
+        restricted = _named(allowed_index, len(rows))
+        logits = kernels.allow_only(logits, restricted, allowed_index, rules.allowed_ids)
+        words_index = index_of_row[rules.words_row]
+        logits = kernels.ban_bad_words(logits, history, prompt_lengths, lengths, words_index, rules.words)
+        logits = _ban_until_min_tokens(params, rules, index_of_row, logits, kernels)
+        logits = kernels.add_bias(logits, index_of_row[rules.bias_row], rules.bias_ids, rules.bias_values)
+    elif shape.min_tokens:
+        logits = _ban_until_min_tokens(params, None, None, logits, kernels)
+    if shape.penalties:
+        weights = (params["repetition_penalty"], params["frequency_penalty"], params["presence_penalty"])
+        logits = kernels.penalize(logits, history, prompt_lengths, lengths, *weights)
+    return logits
+
+
+def _ban_until_min_tokens(
+    params: BatchParams, rules: TokenConstraints | None, index_of_row: Tensor | None, logits: Tensor, kernels: Kernels
+) -> Tensor:
+    short = params.num_output_tokens < params["min_tokens"]
+    logits = kernels.ban_tokens(logits, params.banned_ids, short)
+    if rules is None or index_of_row is None:
+        return logits
+    index = index_of_row[rules.stop_row]
+    values = torch.where(short[index], float("-inf"), -0.0)
+    return kernels.add_bias(logits, index, rules.stop_ids, values)  # type: ignore[no-any-return]
+
+
+def _index_of_row(rows: Tensor, num_rows: int) -> Tensor:
+    """The place in the batch of every row, -1 for those that do not run."""
+    index = torch.arange(len(rows), device=rows.device)
+    return torch.full((num_rows,), -1, device=rows.device).scatter(0, rows.to(torch.int64), index)
+
+
+def _named(index: Tensor, num_reqs: int) -> Tensor:
+    """Bool [reqs]: which requests occur in `index`; negative entries name nobody."""
+    place = torch.where(index < 0, num_reqs, index)
+    return torch.zeros(num_reqs + 1, dtype=torch.bool, device=index.device).scatter(0, place, True)[:num_reqs]
+
+
+def _exponential(params: BatchParams, vocab: int, kernels: Kernels) -> Tensor:
+    """Exp(1) noise of the batch's draws: float32 [reqs, vocab]."""
+    seed = params["seed_low"].to(torch.int64) & 0xFFFFFFFF | params["seed_high"].to(torch.int64) << 32
+    stream = params["stream_low"].to(torch.int64) & 0xFFFFFFFF | params["stream_high"].to(torch.int64) << 32
+    uniform = kernels.uniforms(seed, stream, params.num_output_tokens, purpose=DRAW, width=vocab)
+    return -uniform.log()  # type: ignore[no-any-return]
+
+
+def _logprobs(
+    shape: SamplerShape, params: BatchParams, logits: Tensor, final: Tensor, tokens: Tensor, kernels: Kernels
+) -> LogprobsTensors | None:
+    """Values of the sampled and the likeliest tokens, each row by its own mode."""
+    if shape.num_logprobs is None:
+        return None
+    values = None
+    for mode in shape.logprobs_modes:
+        own = logits if mode.startswith("raw") else final
+        if mode.endswith("logprobs"):
+            own = own.log_softmax(-1)
+        elif mode == "processed_logits" and shape.random:
+            own = own + kernels.temperature_offset(logits, params["temperature"])
+        wanted = params["logprobs_mode"] == LOGPROBS_MODES.index(mode)
+        values = own if values is None else torch.where(wanted[:, None], own, values)
+    ids, chosen, ranks = kernels.gather_logprobs(values, tokens, shape.num_logprobs)
+    return LogprobsTensors(ids, chosen, ranks)

@@ -1,0 +1,24 @@
+"""What a loader gives."""
+
+from typing import Any
+
+import attrs
+
+from purestep.pure.models.model import Model
+from purestep.pure.records.params import Params
+from purestep.state.loading.tokenizer import Tokenizer
+
+
+@attrs.frozen
+class LoadedModel:
+    """A model, its parameters, and what goes with them."""
+
+    name: str
+    model: Model
+    params: Params
+    tokenizer: Tokenizer | None = None
+    chat_template: str | None = None  # a jinja template of messages; None: not an instruct model
+    eos_token_ids: tuple[int, ...] = ()
+    generation_defaults: dict[str, Any] = attrs.field(
+        factory=dict
+    )  # temperature, top_p, ... as its makers say

@@ -1,0 +1,78 @@
+"""Options, fixtures and switches of the whole test suite."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import checks, profiles
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("traces", "oracle", "e2e", "models")  # recorded data, each with a README of its own
+
+torch.set_num_threads(1)  # barriers between threads cost more than they save on tensors this small
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("purestep", "recorded data")
+    for name in FOLDERS:
+        group.addoption(
+            f"--{name}",
+            metavar="DIR",
+            type=Path,
+            default=ROOT.parent / "shared" / name,
+            help=f"folder with the recorded {name} (default: %(default)s)",
+        )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device, and there is none")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+def data_folder(config: pytest.Config, name: str) -> Path:
+    """The folder of recorded data; without it the test is skipped, in CI it fails."""
+    folder: Path = config.getoption(name)
+    if not folder.is_dir():
+        message = f"no recorded {name} at {folder}: give the folder with --{name} DIR"
+        if profiles.IN_CI:
+            pytest.fail(message + " (CI=true, so its absence fails)", pytrace=False)
+        pytest.skip(message)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def traces_dir(pytestconfig: pytest.Config) -> Path:
+    return data_folder(pytestconfig, "traces")
+
+
+@pytest.fixture(scope="session")
+def oracle_dir(pytestconfig: pytest.Config) -> Path:
+    return data_folder(pytestconfig, "oracle")
+
+
+@pytest.fixture(scope="session")
+def e2e_dir(pytestconfig: pytest.Config) -> Path:
+    return data_folder(pytestconfig, "e2e")
+
+
+@pytest.fixture(scope="session")
+def models_dir(pytestconfig: pytest.Config) -> Path:
+    return data_folder(pytestconfig, "models")
+
+
+@pytest.fixture(autouse=True)
+def _check_records(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Check every record that is built against its annotations, unless the test uses `unchecked_records`."""
+    with checks.unchecked() if "unchecked_records" in request.fixturenames else checks.checked():
+        yield
+
+
+@pytest.fixture
+def unchecked_records() -> None:
+    """Build records without checks: for tests that call torch.compile."""

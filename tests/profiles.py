@@ -1,0 +1,28 @@
+"""How many examples property tests try. Import this before any test module is collected: `conftest` does.
+
+Profiles: `dev` (50 examples), `ci` (500, same ones every time; chosen when CI=true), `nightly` (20,000).
+`pytest --hypothesis-profile nightly` picks one by hand.
+"""
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+IN_CI = os.environ.get("CI") == "true"
+
+_slow_is_allowed = [HealthCheck.too_slow, HealthCheck.data_too_large]
+settings.register_profile("dev", max_examples=50, deadline=None, suppress_health_check=_slow_is_allowed)
+settings.register_profile(
+    "ci", settings.get_profile("dev"), max_examples=500, derandomize=True, print_blob=True
+)
+settings.register_profile("nightly", settings.get_profile("dev"), max_examples=20_000, print_blob=True)
+settings.load_profile("ci" if IN_CI else "dev")
+
+
+def examples(fraction: float, **changes: object) -> settings:
+    """Settings with a fraction of the profile's examples (at least 1): for tests whose examples cost much.
+
+    `@examples(0.1)` tries 5, 50 or 2,000 examples in the three profiles; a factor above 1 tries more. Say why
+    beside the decorator when the law deserves better.
+    """
+    return settings(max_examples=max(1, round(settings.default.max_examples * fraction)), **changes)  # type: ignore[arg-type]

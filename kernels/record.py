@@ -53,7 +53,7 @@ def record(cls: type[T] | None = None, /, *, static: bool = False) -> Any:
         _refuse_extras(made, fields)
         made.__init__ = _generated_init(made, fields)
         if not static and "__repr__" not in target.__dict__:
-            made.__repr__ = _repr
+            made.__repr__ = _repr  # type: ignore[assignment]
         _register(made, fields, static)
         return made
 
@@ -148,7 +148,7 @@ def _shown(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         on_host = value.device.type == "cpu"
         if on_host and value.numel() <= SHOWN_ITEMS:
-            return repr(value).replace("\n", "").replace("  ", "")
+            return " ".join(repr(value).split())
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}" + (
             "" if on_host else f" on {value.device}"
         )

@@ -5,13 +5,14 @@ device. `donating` differs from it in exactly those functions that may write the
 "donates" below). `invariant` keeps results bitwise independent of the batch. A stage never asks which it was given.
 """
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from purestep.kernels.record import record
 
 
+@runtime_checkable
 class Attend(Protocol):
     """Write this step's keys and values, then attend over each request's blocks. Donates `kv`.
 
@@ -43,6 +44,7 @@ class Attend(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+@runtime_checkable
 class Function(Protocol):
     """Any other kernel: tensors in, tensors out; the reference's docstring is its specification."""
 
@@ -73,7 +75,9 @@ class Kernels:
     ban_bad_words: Function  # (logits, history, prompt_lengths, lengths, index, words) -> logits
     ban_tokens: Function  # (logits, ids, active) -> logits
     add_bias: Function  # (logits, index, ids, values) -> logits
-    penalize: Function  # (logits, history, prompt_lengths, lengths, repetition, frequency, presence) -> logits
+    penalize: (
+        Function  # (logits, history, prompt_lengths, lengths, repetition, frequency, presence) -> logits
+    )
     scale_by_temperature: Function  # (logits, temperature) -> logits, relative to each row's largest
     temperature_offset: Function  # (logits, temperature) -> what the line above took away
     truncate: Function  # (logits, top_k, top_p, min_p) -> logits with -inf where cut

@@ -55,7 +55,7 @@ def absorb(state: StepState, *, kernels: Kernels) -> StepState:
 def _sections(inbox: Inbox) -> tuple[Any, ...]:
     """The packed words as one view per section, in the order of InboxShape's fields."""
     shape = inbox.shape
-    layout = [(2 * shape.layout + 1 if shape.layout else 0, 1)]
+    layout = [(0 if shape.layout is None else 2 * shape.layout + 1, 1)]
     ledger = [(shape.ledger, 1 + NUM_HOST_COLUMNS)]
     sampling = [(shape.sampling, 1 + NUM_COLUMNS)]
     tokens = [(shape.tokens, 3)]
@@ -78,9 +78,9 @@ def _sections(inbox: Inbox) -> tuple[Any, ...]:
 def _layout(old: Layout, inbox: Inbox, words: Int32[Tensor, " words"]) -> Layout:
     if inbox.bounds is None:
         return old
-    if not len(words):
-        return Layout(old.row_of_index, old.query_start_loc, inbox.bounds)
     count = inbox.shape.layout
+    if count is None:
+        return Layout(old.row_of_index, old.query_start_loc, inbox.bounds)
     return Layout(words[:count], words[count:], inbox.bounds)
 
 

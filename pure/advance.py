@@ -5,9 +5,8 @@ import torch
 from purestep.kernels.types import Kernels
 from purestep.pure.record import replace
 from purestep.pure.records.inputs import StepInputs
-from purestep.pure.records.outputs import StepOutput
+from purestep.pure.records.outputs import SampledTokens, StepOutput
 from purestep.pure.records.state import Ledger, StepState
-from purestep.pure.sampling import SampledTokens
 
 
 def advance(

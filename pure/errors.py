@@ -37,5 +37,25 @@ class PlanBaseError(PurestepError, RuntimeError):
     """A plan made for another batch than the one the device state reflects."""
 
 
+class FreshStorageError(PurestepError, RuntimeError):
+    """A step on persistent buffers returned a large leaf in storage of its own."""
+
+
 class ModelLoadError(PurestepError, ValueError):
     """A model that can not be loaded: unknown architecture, missing or misshapen tensor, damaged file."""
+
+
+class CUDAGraphModeError(PurestepError, ValueError):
+    """A CUDA graph mode that the kernels or the model do not allow."""
+
+
+class CaptureSizeError(PurestepError, ValueError):
+    """Capture sizes that can not serve the batches they are meant for."""
+
+
+class DispatchError(PurestepError, ValueError):
+    """A batch that can not be run in any of the modes and shapes allowed for it."""
+
+
+class KVCacheConfigError(PurestepError, ValueError):
+    """A KV cache that can not be laid out as asked."""

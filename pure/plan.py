@@ -14,9 +14,17 @@ from purestep.pure.arrays import Tape, frozen
 from purestep.pure.records.batch import InputBatch
 from purestep.pure.records.layout import CONSTRAINTS, LayoutBounds
 from purestep.pure.records.plan import Inbox, InboxShape, StepPlan
-from purestep.pure.records.sampling_rows import MAX_STOP_IDS, NUM_COLUMNS, TokenConstraints, packed_row, stop_ids_of
+from purestep.pure.records.sampling_rows import (
+    MAX_STOP_IDS,
+    NUM_COLUMNS,
+    TokenConstraints,
+    packed_row,
+    stop_ids_of,
+)
 
 _NO_WORDS = frozen(np.zeros(0, np.int32))
+_NO_ENTRIES = frozen(np.zeros((0, 3), np.int32))
+_NOTHING = Inbox(_NO_WORDS)
 
 
 def plan_step(batch: InputBatch, absorbed: InputBatch) -> StepPlan:
@@ -26,8 +34,9 @@ def plan_step(batch: InputBatch, absorbed: InputBatch) -> StepPlan:
     that the device lacks, new entries of block tables, the layout if its arrays are other ones. The block copies
     and zeroings are the batch's own and belong to the step in which it was made.
     """
-    if batch is absorbed:
-        return StepPlan(absorbed, batch, Inbox(_NO_WORDS))
+    if _same_rows(batch, absorbed):
+        new, old = batch.layout, absorbed.layout
+        return StepPlan(absorbed, batch, _NOTHING if new is old else Inbox(_NO_WORDS, bounds=new.bounds))
     rows = _admitted(batch, absorbed)
     blocks = tuple(_block_entries(batch, absorbed, group) for group in range(len(batch.limits.block_sizes)))
     bounds, layout = _layout_entries(batch, absorbed)
@@ -45,7 +54,7 @@ def plan_step(batch: InputBatch, absorbed: InputBatch) -> StepPlan:
     num_groups, num_copies = len(blocks), len(batch.block_copies)
     sizes = tuple(len(s) for s in sections)
     shape = InboxShape(
-        layout=batch.layout.bounds.num_reqs if layout.size else 0,
+        layout=batch.layout.bounds.num_reqs if layout.size else None,
         ledger=sizes[1],
         sampling=sizes[2],
         tokens=sizes[3],
@@ -57,6 +66,19 @@ def plan_step(batch: InputBatch, absorbed: InputBatch) -> StepPlan:
     return StepPlan(absorbed, batch, Inbox(words, constraints, shape, bounds, has_constraints))
 
 
+def _same_rows(batch: InputBatch, absorbed: InputBatch) -> bool:
+    """Nothing but a bound can be different, and no block is to be prepared."""
+    new, old = batch.layout, absorbed.layout
+    return batch is absorbed or (
+        batch.rows.requests is absorbed.rows.requests
+        and batch.rows.block_ids is absorbed.rows.block_ids
+        and new.row_of_index is old.row_of_index
+        and new.query_start_loc is old.query_start_loc
+        and not any(batch.block_copies)
+        and not any(batch.blocks_to_zero)
+    )
+
+
 def _counts(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return sizes if any(sizes) else ()
 
@@ -66,7 +88,8 @@ def _admitted(batch: InputBatch, absorbed: InputBatch) -> list[int]:
     now, then = batch.rows.requests, absorbed.rows.requests
     if now is then:
         return []
-    return [row for row, request in enumerate(now) if request is not None and request is not then[row]]
+    pairs = enumerate(zip(now, then, strict=True))
+    return [row for row, (request, old) in pairs if request is not old and request is not None]
 
 
 def _ledger_entries(batch: InputBatch, rows: Sequence[int]) -> NDArray[np.int32]:
@@ -83,7 +106,7 @@ def _ledger_entries(batch: InputBatch, rows: Sequence[int]) -> NDArray[np.int32]
     entries[:, 2] = known
     entries[:, 3] = known - prompt
     entries[:, 4] = np.minimum(prompt + budget, limits.max_model_len)
-    entries[:, 5] = 1
+    entries[:, 5] = known < entries[:, 4]
     return entries
 
 
@@ -95,41 +118,48 @@ def _sampling_entries(batch: InputBatch, absorbed: InputBatch, rows: Sequence[in
         if old is not None and old.sampling_params is params and old.stream == request.stream:
             continue
         seed = limits.seed if params.seed is None else params.seed
-        stream = request.stream if params.stream is None else params.stream
-        words = packed_row(params, seed=seed, stream=stream, eos_token_ids=limits.eos_token_ids)
+        words = packed_row(params, seed=seed, stream=request.stream, eos_token_ids=limits.eos_token_ids)
         packed.append([row, *words])
     return np.asarray(packed, np.int32).reshape(len(packed), 1 + NUM_COLUMNS)
 
 
 def _token_entries(batch: InputBatch, absorbed: InputBatch, rows: Sequence[int]) -> NDArray[np.int32]:
     """(row, position, token id) of settled tokens that the row's tape on the device does not hold yet."""
-    parts = [_tail(row, batch.rows.tokens[row], absorbed.rows.tokens[row]) for row in rows]
-    return np.concatenate(parts) if parts else np.zeros((0, 3), np.int32)
+    return _tails(rows, batch.rows.tokens, absorbed.rows.tokens)
 
 
 def _block_entries(batch: InputBatch, absorbed: InputBatch, group: int) -> NDArray[np.int32]:
     """(row, place, block id) of entries that the row's block table on the device does not hold yet."""
     now, then = batch.rows.block_ids[group], absorbed.rows.block_ids[group]
     if now is then:
-        return np.zeros((0, 3), np.int32)
-    parts = [_tail(row, tape, then[row]) for row, tape in enumerate(now) if tape is not then[row]]
-    return np.concatenate(parts) if parts else np.zeros((0, 3), np.int32)
+        return _NO_ENTRIES
+    rows = [row for row, (tape, old) in enumerate(zip(now, then, strict=True)) if tape is not old]
+    return _tails(rows, now, then)
 
 
-def _tail(row: int, tape: Tape | None, old: Tape | None) -> NDArray[np.int32]:
-    """(row, place, item) from the first item of `tape` that is not surely the same in `old`."""
-    if tape is None:
-        return np.zeros((0, 3), np.int32)
-    start = 0
-    if old is not None and (tape.extends(old) or old.extends(tape)):
-        start = min(len(old), len(tape))
-    places = np.arange(start, len(tape), dtype=np.int32)
-    return np.stack([np.full_like(places, row), places, tape.array[start:]], axis=1)
+def _tails(rows: Sequence[int], now: Sequence[Tape | None], then: Sequence[Tape | None]) -> NDArray[np.int32]:
+    """(row, place, item) of each row's items from the first that is not surely the same in `then`."""
+    found: list[tuple[int, int, NDArray[np.int32]]] = []
+    for row in rows:
+        tape, old = now[row], then[row]
+        if tape is not None:
+            start = 0
+            if old is not None and (tape.extends(old) or old.extends(tape)):
+                start = min(len(old), len(tape))
+            found.append((row, start, tape[start:]))
+    if not found:
+        return _NO_ENTRIES
+    counts = np.array([len(items) for _, _, items in found])
+    ends = np.cumsum(counts)
+    shift = np.array([start for _, start, _ in found]) - ends + counts
+    entries = np.empty((ends[-1], 3), np.int32)
+    entries[:, 0] = np.repeat([row for row, _, _ in found], counts)
+    entries[:, 1] = np.arange(ends[-1]) + np.repeat(shift, counts)
+    entries[:, 2] = np.concatenate([items for _, _, items in found])
+    return entries
 
 
-def _layout_entries(
-    batch: InputBatch, absorbed: InputBatch
-) -> tuple[LayoutBounds | None, NDArray[np.int32]]:
+def _layout_entries(batch: InputBatch, absorbed: InputBatch) -> tuple[LayoutBounds | None, NDArray[np.int32]]:
     """The new bounds, and row_of_index and query_start_loc where they are other arrays."""
     new, old = batch.layout, absorbed.layout
     if new is old:

@@ -31,14 +31,14 @@ def with_entries(column: tuple[Any, ...], entries: Mapping[int, Any]) -> tuple[A
     return tuple(items)
 
 
-def rows_of(batch: InputBatch, req_ids: Sequence[str]) -> NDArray[np.int32]:
+def rows_of(batch: InputBatch, req_ids: Sequence[str]) -> NDArray[np.intp]:
     """The rows of these requests.
 
     Raises:
         SchedulerOutputError: an id that has no row.
     """
     try:
-        return np.fromiter(map(batch.row_of.__getitem__, req_ids), np.int32, len(req_ids))
+        return np.fromiter(map(batch.row_of.__getitem__, req_ids), np.intp, len(req_ids))
     except KeyError as error:
         raise SchedulerOutputError(
             f"request {error.args[0]!r} is scheduled as a known one, but the batch knows only "

@@ -1,28 +1,18 @@
 """`sample_tokens`: from logits to one token a request, and its log-probabilities."""
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from purestep.kernels.record import record
 from purestep.kernels.types import Kernels
 from purestep.pure.records.layout import SamplerShape
-from purestep.pure.records.outputs import LogprobsTensors
+from purestep.pure.records.outputs import LogprobsTensors, SampledTokens
 from purestep.pure.records.sampling_params import GREEDY_BELOW, LOGPROBS_MODES
 from purestep.pure.records.sampling_rows import FLOATS, INTS, TokenConstraints
 from purestep.pure.records.state import ExecuteModelState, StepState
 
 DRAW = 0  # the purpose of the noise that picks a token; drafts and their acceptance have others
-
-
-@record
-class SampledTokens:
-    """What sampling makes of a batch's logits, before anything is kept or thrown away."""
-
-    token_ids: Int[Tensor, " reqs"]
-    stops: Bool[Tensor, " reqs"]  # the token is one of the row's stop ids, and min_tokens is reached
-    has_nan: Bool[Tensor, " reqs"]
-    logprobs_tensors: LogprobsTensors | None
 
 
 @record
@@ -119,7 +109,11 @@ def _constrained(state: StepState, params: BatchParams, logits: Tensor, kernels:
 
 
 def _ban_until_min_tokens(
-    params: BatchParams, rules: TokenConstraints | None, index_of_row: Tensor | None, logits: Tensor, kernels: Kernels
+    params: BatchParams,
+    rules: TokenConstraints | None,
+    index_of_row: Tensor | None,
+    logits: Tensor,
+    kernels: Kernels,
 ) -> Tensor:
     short = params.num_output_tokens < params["min_tokens"]
     logits = kernels.ban_tokens(logits, params.banned_ids, short)

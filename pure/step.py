@@ -16,6 +16,7 @@ from purestep.pure.forward import compute_logits, model_forward, preprocess
 from purestep.pure.inputs import build_attention_metadata, prepare_inputs
 from purestep.pure.models.model import Model, apply
 from purestep.pure.record import replace
+from purestep.pure.records.layout import bucket
 from purestep.pure.records.outputs import StepOutput
 from purestep.pure.records.params import Params
 from purestep.pure.records.state import ExecuteModelState, StepState
@@ -58,9 +59,7 @@ def sample(
     return advance(executed.state, executed.inputs, sampled, kernels=kernels)
 
 
-def step(
-    model: Model, params: Params, state: StepState, *, kernels: Kernels
-) -> tuple[StepState, StepOutput]:
+def step(model: Model, params: Params, state: StepState, *, kernels: Kernels) -> tuple[StepState, StepOutput]:
     """One step of inference: absorb the plan, run the batch once, keep one token per finished history."""
     return sample(execute(model, params, state, kernels=kernels), kernels=kernels)
 
@@ -69,6 +68,8 @@ def unroll(
     model: Model, params: Params, state: StepState, num_steps: int, *, kernels: Kernels
 ) -> tuple[StepState, tuple[StepOutput, ...]]:
     """`num_steps` steps of one layout, in which every request runs one token: rows that stop are frozen.
+
+    Only the bound on lengths is wider than the layout's: the last step sees num_steps - 1 tokens more than the first.
 
     Raises:
         ValueError: a layout (or a plan that is still to be absorbed) that runs more than one token of a request.
@@ -79,8 +80,12 @@ def unroll(
             f"unroll of {num_steps} steps over a layout that runs up to {bounds.max_query_len} tokens of a request: "
             "it repeats one layout, so every request must be decoding; run the prefill by single steps first"
         )
+    state = absorb(state, kernels=kernels)
+    layout = state.layout
+    wider = replace(layout.bounds, max_seq_len=bucket(layout.bounds.max_seq_len + max(num_steps - 1, 0)))
+    state = replace(state, layout=replace(layout, bounds=wider))
     outputs = []
     for _ in range(num_steps):
         state, output = step(model, params, state, kernels=kernels)
         outputs.append(output)
-    return state, tuple(outputs)
+    return replace(state, layout=layout), tuple(outputs)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests import checks, profiles
+from tests.last_lines import LAST_LINES
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("traces", "oracle", "e2e", "models")  # recorded data, each with a README of its own
@@ -33,6 +34,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
+    """What test modules want to say last goes below pytest's own last line."""
+    yield
+    for line in session.config.stash.get(LAST_LINES, []):
+        session.config.get_terminal_writer().line(line)
 
 
 def data_folder(config: pytest.Config, name: str) -> Path:
@@ -73,6 +82,6 @@ def _check_records(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")  # so that tests with @given may ask for it
 def unchecked_records() -> None:
-    """Build records without checks: for tests that call torch.compile."""
+    """Build records without checks in this test: for tests that call torch.compile, which can not trace the checker."""

@@ -186,8 +186,7 @@ def sample_chain(case: Case) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("index", range(72))
 def test_whole_sampler(oracle_dir: Path, index: int) -> None:
-    """The recorded noise gives the recorded tokens; the report's ids, values and ranks are the recorded
-    ones."""
+    """Recorded noise gives the recorded tokens; ids, values and ranks of the report are as recorded."""
     case = _case(oracle_dir, "sampler_forward", index, 72)
     ids, reported = sample_chain(case)
     assert ids.tolist() == case["sampled"]

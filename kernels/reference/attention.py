@@ -31,6 +31,35 @@ def attend(
     Source: https://arxiv.org/abs/2309.06180 (paged attention).
     """
     kv = write_kv(kv, k, v, slot_mapping)
+    out = attend_written(
+        q,
+        kv,
+        query_start_loc,
+        seq_lens,
+        block_table,
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len,
+        scale=scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+    )
+    return out, kv
+
+
+def attend_written(
+    q: Tensor,
+    kv: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    *,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """The attention of `attend`, once this step's keys and values are in the cache: [tokens, heads, dim]."""
     wide = torch.promote_types(q.dtype, torch.float32)
     keys, values = _gather(kv, block_table, seq_lens, max_seq_len)
     padded = _pad_queries(q, query_start_loc, max_query_len)
@@ -51,7 +80,7 @@ def attend(
     out = torch.unflatten(torch.matmul(weights, values.permute(0, 2, 1, 3).to(wide)), 2, (-1, query_len))
     out = torch.where(visible.any(-1, keepdim=True), out, 0.0)
     out = out.permute(0, 3, 1, 2, 4).reshape(num_reqs, query_len, num_heads, dim)
-    return _unpad(out, query_start_loc, q.shape[0]).to(q.dtype), kv
+    return _unpad(out, query_start_loc, q.shape[0]).to(q.dtype)
 
 
 def write_kv(kv: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> Tensor:

@@ -29,9 +29,10 @@ def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Ten
 
 
 def _within_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
+    """Which logits min-p keeps: all of them for 0, no probability being less."""
     probabilities = logits.softmax(-1)
     threshold = min_p[:, None] * probabilities.amax(-1, keepdim=True)
-    return ~(probabilities < threshold) | (min_p <= 0)[:, None]
+    return ~(probabilities < threshold)
 
 
 def _within_top_k(values: Tensor, top_k: Tensor) -> Tensor:

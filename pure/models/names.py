@@ -63,11 +63,19 @@ def layer_leaves(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     }
 
 
-def check_shapes(config: ModelConfig, found: Mapping[str, tuple[int, ...]], *, source: str) -> None:
+def check_shapes(
+    config: ModelConfig,
+    found: Mapping[str, tuple[int, ...]],
+    *,
+    source: str,
+    files: Mapping[str, str] | None = None,
+) -> None:
     """Nothing, if `found` (tensor name to shape) is what the config asks for.
 
     A tied head and old rotary buffers may be there as well: both follow from the rest.
-    Raises: ModelLoadError, naming `source` and the first missing, unexpected or misshapen tensor.
+
+    Raises:
+        ModelLoadError: a missing, unexpected or misshapen tensor, named with its file (else with `source`).
     """
     wanted = hf_shapes(config)
     missing = [name for name in wanted if name not in found]
@@ -75,22 +83,29 @@ def check_shapes(config: ModelConfig, found: Mapping[str, tuple[int, ...]], *, s
         raise ModelLoadError(
             f"{source}: tensor {missing[0]} is missing ({len(missing)} of {len(wanted)} are)"
         )
+    file_of = files or {}
     for name, shape in wanted.items():
         if tuple(found[name]) != shape:
             raise ModelLoadError(
-                f"{source}: tensor {name} has shape {tuple(found[name])}, its config asks for {shape}"
+                f"{file_of.get(name, source)}: tensor {name} has shape {tuple(found[name])}, "
+                f"its config asks for {shape}"
             )
     unexpected = [name for name in found if name not in wanted and not _redundant(name, config)]
     if unexpected:
+        name = unexpected[0]
         raise ModelLoadError(
-            f"{source}: tensor {unexpected[0]} has no place in this model ({len(unexpected)} such tensors)"
+            f"{file_of.get(name, source)}: tensor {name} has no place in this model ({len(unexpected)} have none)"
         )
 
 
 def from_hf_names(
     config: ModelConfig, tensors: Mapping[str, Tensor], *, source: str = "the weights"
 ) -> dict[str, Any]:
-    """Our fused tree of tensors that are in memory. Raises: ModelLoadError as `check_shapes`."""
+    """Our fused tree of tensors that are in memory.
+
+    Raises:
+        ModelLoadError: as `check_shapes`.
+    """
     check_shapes(config, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, source=source)
     return fuse(config, tensors.__getitem__)
 

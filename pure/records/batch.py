@@ -73,7 +73,7 @@ class Columns:
 
     num_prompt_tokens: Int32[np.ndarray, " rows"]
     num_tokens: Int32[np.ndarray, " rows"]  # prompt and settled outputs
-    num_computed_tokens_bound: Int32[np.ndarray, " rows"]  # what the scheduler assumes; may run ahead of the device
+    num_computed_tokens_bound: Int32[np.ndarray, " rows"]  # after every step begun, if no row stops
     num_computed_tokens_settled: Int32[np.ndarray, " rows"]  # what the device has reported
     room: Int32[np.ndarray, " rows"]  # tokens that the row's blocks can hold
     sampler_features: Int32[np.ndarray, " rows"]  # bits, see pure/records/layout.py
@@ -93,7 +93,7 @@ class Clock:
 class InputBatch:
     """Every request known to the runner. Rows are stable from admission to finish or preemption.
 
-    settled <= truth on the device <= bound + this step's tokens, for the computed tokens of every row.
+    settled <= truth on the device <= bound, for the computed tokens of every row.
     """
 
     limits: BatchLimits

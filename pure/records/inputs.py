@@ -12,9 +12,9 @@ class StepInputs:
 
     input_ids: Int[Tensor, " tokens"]
     positions: Int[Tensor, " tokens"]  # place of each token in its request's history
-    slot_mapping: Int[Tensor, "groups tokens"]  # int64; where each token's KV goes; the null block for padding
-    query_start_loc: Int[Tensor, " reqs+1"]
+    slot_mapping: Int[Tensor, "groups tokens"]  # int64; where a token's KV goes; for padding the null block
     seq_lens: Int[Tensor, " reqs"]  # tokens in the cache after this pass; 0 for rows that run idle
+    query_start_loc: Int[Tensor, " reqs+1"]
     logits_indices: Int[Tensor, " logits"]  # the tokens whose logits are wanted
     discard: Bool[Tensor, " reqs"]  # the row's history is not fully computed yet: its sample is not kept
 
@@ -31,8 +31,8 @@ class GroupMetadata:
 class AttentionMetadata:
     """What attention needs beside q, k, v and the cache; one entry of `groups` per KV group."""
 
-    query_start_loc: Int[Tensor, " reqs+1"]
     seq_lens: Int[Tensor, " reqs"]
+    query_start_loc: Int[Tensor, " reqs+1"]
     groups: tuple[GroupMetadata, ...]
     max_query_len: int = static()  # bounds for shapes, never for results
     max_seq_len: int = static()

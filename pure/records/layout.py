@@ -2,9 +2,9 @@
 
 import numpy as np
 from jaxtyping import Int32
-from torch import Tensor
 
 from purestep.kernels.record import record, static
+from purestep.pure.arrays import Array, empty_column
 from purestep.pure.records.sampling_params import LOGPROBS_MODES, SamplingParams
 from purestep.pure.records.sampling_rows import MAX_STOP_IDS, stop_ids_of
 
@@ -40,16 +40,14 @@ class LayoutBounds:
 class Layout:
     """The rows of a batch in order, and the tokens that each of them runs. On the host numpy, on the device tensors."""
 
-    row_of_index: Int32[np.ndarray | Tensor, " reqs"]
-    query_start_loc: Int32[np.ndarray | Tensor, " reqs+1"]
+    row_of_index: Int32[Array, " reqs"]
+    query_start_loc: Int32[Array, " reqs+1"]
     bounds: LayoutBounds = static()
 
     @staticmethod
     def make_empty() -> "Layout":
         """Nothing runs."""
-        start = np.zeros(1, np.int32)
-        start.flags.writeable = False
-        return Layout(start[:0], start, LayoutBounds())
+        return Layout(empty_column(0, np.int32), empty_column(1, np.int32), LayoutBounds())
 
 
 def bucket(length: int) -> int:

@@ -9,25 +9,36 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from purestep.kernels.record import record, replace
+from purestep.pure.arrays import Array
 
 
 @record
 class LogprobsTensors:
     """Log-probabilities on the device. Column 0 is the sampled token, then the largest ones in descending order."""
 
-    logprob_token_ids: Int[Tensor, "logits n+1"]
-    logprobs: Float[Tensor, "logits n+1"]
-    selected_token_ranks: Int[Tensor, " logits"]  # 1 is the largest; ties count against the token
+    logprob_token_ids: Int[Array, "logits width"]
+    logprobs: Float[Array, "logits width"]
+    selected_token_ranks: Int[Array, " logits"]  # 1 is the largest; ties count against the token
+
+
+@record
+class SampledTokens:
+    """What sampling makes of a batch's logits, before anything is kept or thrown away."""
+
+    token_ids: Int[Tensor, " reqs"]
+    stops: Bool[Tensor, " reqs"]  # the token is one of the row's stop ids, and min_tokens is reached
+    has_nan: Bool[Tensor, " reqs"]
+    logprobs_tensors: LogprobsTensors | None
 
 
 @record
 class StepOutput:
     """What the device learnt in one step, one entry per index of the batch."""
 
-    sampled_token_ids: Int[Tensor, "reqs width"]  # -1: nothing kept (unfinished prefill, frozen row, NaN logits)
-    num_computed_tokens: Int[Tensor, " reqs"]  # after the step
-    active: Bool[Tensor, " reqs"]  # False once the row hit a stop id, its length limit or NaN logits
-    has_nan: Bool[Tensor, " reqs"]
+    sampled_token_ids: Int[Array, "reqs width"]  # -1: not kept (unfinished prefill, frozen row, NaN logits)
+    num_computed_tokens: Int[Array, " reqs"]  # after the step
+    active: Bool[Array, " reqs"]  # False once the row hit a stop id, its length limit or NaN logits
+    has_nan: Bool[Array, " reqs"]
     logprobs_tensors: LogprobsTensors | None = None
 
 
@@ -44,7 +55,9 @@ class LogprobsLists:
         """The rows of the request at `index`."""
         start = self.cu_num_generated_tokens[index] if self.cu_num_generated_tokens else index
         rows = slice(start, start + num_positions)
-        return LogprobsLists(self.logprob_token_ids[rows], self.logprobs[rows], self.sampled_token_ranks[rows])
+        return LogprobsLists(
+            self.logprob_token_ids[rows], self.logprobs[rows], self.sampled_token_ranks[rows]
+        )
 
 
 @record

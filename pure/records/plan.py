@@ -6,12 +6,12 @@ or copy block 0 on itself change nothing that is read, so an inbox may be padded
 
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Int32
 from torch import Tensor
 
 from purestep.kernels.record import record, replace, static
+from purestep.pure.arrays import Array
 from purestep.pure.records.layout import LayoutBounds
 from purestep.pure.records.sampling_rows import TokenConstraints
 
@@ -20,7 +20,7 @@ from purestep.pure.records.sampling_rows import TokenConstraints
 class InboxShape:
     """Entries in each section of an inbox."""
 
-    layout: int = 0  # indices; 0 with `bounds` None: the layout stays
+    layout: int | None = None  # indices; None: row_of_index and query_start_loc stay
     ledger: int = 0  # rows written anew: (row, every ledger column but the step)
     sampling: int = 0  # (row, every sampling column)
     tokens: int = 0  # (row, position, token id)
@@ -33,7 +33,7 @@ class InboxShape:
 class Inbox:
     """The leaf that a plan arrives in. With nothing in it, `absorb` is the identity."""
 
-    data: Int32[np.ndarray | Tensor, " words"]
+    data: Int32[Array, " words"]
     constraints: TokenConstraints | None = None  # replaces the state's where `has_constraints`
     shape: InboxShape = static(default=InboxShape())
     bounds: LayoutBounds | None = static(default=None)  # None: the layout stays

@@ -8,8 +8,7 @@
 
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import attrs
 
@@ -20,34 +19,49 @@ MAX_BIAS = 100.0
 GREEDY_BELOW = 1e-5
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
-LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
+LOGPROBS_MODES: tuple[str, ...] = get_args(LogprobsMode)
 
 
-def _ids(name: str, value: Iterable[int] | None) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    try:
-        return tuple(operator.index(token) for token in value)
-    except TypeError:
-        raise InvalidParameterError(f"{name} must be token ids (whole numbers), got {value!r}") from None
+def _token_ids(name: str) -> Callable[[Iterable[int] | None], tuple[int, ...]]:
+    def convert(value: Iterable[int] | None) -> tuple[int, ...]:
+        try:
+            return () if value is None else tuple(operator.index(token) for token in value)
+        except TypeError:
+            raise InvalidParameterError(f"{name} must be token ids (whole numbers), got {value!r}") from None
+
+    return convert
 
 
-def _words(name: str, value: Iterable[Iterable[int]]) -> tuple[tuple[int, ...] | None, ...]:
-    try:
-        return tuple(_ids(name, word) for word in value)
-    except TypeError:
-        raise InvalidParameterError(f"{name} must be a list of lists of token ids, got {value!r}") from None
+def _token_ids_or_none(name: str) -> Callable[[Iterable[int] | None], tuple[int, ...] | None]:
+    convert = _token_ids(name)
+    return lambda value: None if value is None else convert(value)
+
+
+def _words(name: str) -> Callable[[Iterable[Iterable[int]] | None], tuple[tuple[int, ...], ...]]:
+    convert = _token_ids(name)
+
+    def convert_all(value: Iterable[Iterable[int]] | None) -> tuple[tuple[int, ...], ...]:
+        try:
+            return () if value is None else tuple(map(convert, value))
+        except TypeError:
+            raise InvalidParameterError(f"{name} must be lists of token ids, got {value!r}") from None
+
+    return convert_all
 
 
 def _strings(value: str | Iterable[str] | None) -> tuple[str, ...]:
     if value is None:
         return ()
+    if not isinstance(value, Iterable):
+        raise InvalidParameterError(f"stop must be a string or a list of strings, got {value!r}")
     return (value,) if isinstance(value, str) else tuple(value)
 
 
 def _bias(value: Mapping[int, float] | Iterable[tuple[int, float]] | None) -> tuple[tuple[int, float], ...]:
-    pairs = value.items() if isinstance(value, Mapping) else value or ()
+    if value is None:
+        return ()
     try:
+        pairs = dict(value).items() if isinstance(value, Mapping) else value
         return tuple((operator.index(token), _clamped(float(bias))) for token, bias in pairs)
     except (TypeError, ValueError):
         raise InvalidParameterError(f"logit_bias must map token ids to numbers, got {value!r}") from None
@@ -76,7 +90,7 @@ class SamplingParams:
     max_tokens: int | None = 16  # None: up to the model's limit
     min_tokens: int = 0  # until then neither stop ids nor the model's end-of-sequence ids are produced
     stop: tuple[str, ...] = attrs.field(default=(), converter=_strings)
-    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=partial(_ids, "stop_token_ids"))
+    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=_token_ids("stop_token_ids"))
     ignore_eos: bool = False
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -86,10 +100,10 @@ class SamplingParams:
     logprobs_mode: LogprobsMode = "raw_logprobs"
     logit_bias: tuple[tuple[int, float], ...] = attrs.field(default=(), converter=_bias)  # clamped to +-100
     allowed_token_ids: tuple[int, ...] | None = attrs.field(
-        default=None, converter=partial(_ids, "allowed_token_ids")
+        default=None, converter=_token_ids_or_none("allowed_token_ids")
     )
     bad_words_token_ids: tuple[tuple[int, ...], ...] = attrs.field(
-        default=(), converter=partial(_words, "bad_words_token_ids")
+        default=(), converter=_words("bad_words_token_ids")
     )
     detokenize: bool = True
     skip_special_tokens: bool = True

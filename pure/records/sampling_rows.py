@@ -5,6 +5,7 @@ from jaxtyping import Float32, Int32
 from torch import Tensor
 
 from purestep.kernels.record import record
+from purestep.pure.arrays import Array
 from purestep.pure.records.sampling_params import LOGPROBS_MODES, SamplingParams, normalize
 
 MAX_STOP_IDS = 8
@@ -26,15 +27,15 @@ NUM_COLUMNS = len(FLOATS) + len(INTS) + MAX_STOP_IDS
 class TokenConstraints:
     """Sparse rules on tokens; the first member of each pair names the row, so that any batch order can use them."""
 
-    bias_row: Int32[np.ndarray | Tensor, " biases"]
-    bias_ids: Int32[np.ndarray | Tensor, " biases"]
-    bias_values: Float32[np.ndarray | Tensor, " biases"]
-    allowed_row: Int32[np.ndarray | Tensor, " allowed"]  # a row named here may only use the ids listed for it
-    allowed_ids: Int32[np.ndarray | Tensor, " allowed"]
-    words_row: Int32[np.ndarray | Tensor, " words"]
-    words: Int32[np.ndarray | Tensor, "words length"]  # token ids of a bad word, -1 behind its end
-    stop_row: Int32[np.ndarray | Tensor, " stops"]  # ids banned until min_tokens that do not fit a sampling row
-    stop_ids: Int32[np.ndarray | Tensor, " stops"]
+    bias_row: Int32[Array, " biases"]
+    bias_ids: Int32[Array, " biases"]
+    bias_values: Float32[Array, " biases"]
+    allowed_row: Int32[Array, " allowed"]  # a row named here may only use the ids listed for it
+    allowed_ids: Int32[Array, " allowed"]
+    words_row: Int32[Array, " words"]
+    words: Int32[Array, "words length"]  # token ids of a bad word, -1 behind its end
+    stop_row: Int32[Array, " stops"]  # ids banned until min_tokens that do not fit a sampling row
+    stop_ids: Int32[Array, " stops"]
 
 
 @record

@@ -28,7 +28,7 @@ class NewRequestData:
     sampling_params: SamplingParams | None
     block_ids: BlockIds
     num_computed_tokens: int = 0
-    stream: int = 0  # names the request's random stream where its parameters do not
+    stream: int = 0  # the request's random stream
     pooling_params: Any = None
     lora_request: Any = None
     prompt_embeds: Any = None
@@ -43,7 +43,9 @@ class CachedRequestData:
     req_ids: tuple[str, ...]
     num_computed_tokens: Int32[np.ndarray, " cached"]
     num_output_tokens: Int32[np.ndarray, " cached"]  # the scheduler's count
-    new_block_ids: Mapping[str, BlockIds] = NOTHING  # only requests that got any; complete lists for resumed ones
+    new_block_ids: Mapping[str, BlockIds] = (
+        NOTHING  # only requests that got any; complete lists for resumed ones
+    )
     resumed_req_ids: frozenset[str] = frozenset()
     all_token_ids: Mapping[str, tuple[int, ...]] = NOTHING  # of requests that sat out the step before
     new_token_ids: Mapping[str, tuple[int, ...]] = NOTHING  # sent back to early pipeline stages
@@ -76,7 +78,9 @@ class SchedulerOutput:
     preempted_req_ids: frozenset[str] = frozenset()
     scheduled_spec_decode_tokens: Mapping[str, tuple[int, ...]] = NOTHING
     num_common_prefix_blocks: tuple[int, ...] = ()
-    block_copies: tuple[tuple[tuple[int, int], ...], ...] = ()  # per KV group: (source, target), before the step
+    block_copies: tuple[
+        tuple[tuple[int, int], ...], ...
+    ] = ()  # per KV group: (source, target), before the step
     new_block_ids_to_zero: tuple[tuple[int, ...], ...] = ()  # per KV group
     scheduled_encoder_inputs: Mapping[str, tuple[int, ...]] = NOTHING
     free_encoder_mm_hashes: tuple[str, ...] = ()

@@ -25,7 +25,9 @@ LEDGER_COLUMNS = (
     "has_nan",
     "step",
 )
-NUM_HOST_COLUMNS = LEDGER_COLUMNS.index("step")  # those that a plan writes when a row is admitted or rolled back
+NUM_HOST_COLUMNS = LEDGER_COLUMNS.index(
+    "step"
+)  # those that a plan writes when a row is admitted or rolled back
 
 
 @record
@@ -77,7 +79,7 @@ class StepState:
     ledger: Ledger
     kv: tuple[Tensor, ...]  # per layer [blocks, 2, block_size, kv_heads, head_dim]; block 0 is the null block
     token_ids: Int32[Tensor, "rows max_model_len"]
-    block_tables: tuple[Int32[Tensor, "rows blocks"], ...]  # per KV group
+    block_tables: tuple[Int32[Tensor, "rows _blocks"], ...]  # per KV group, each as wide as its block size asks
     sampling: SamplingRows
     layout: Layout
     inbox: Inbox

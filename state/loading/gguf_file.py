@@ -43,7 +43,11 @@ class GGUFFile:
     data: mmap.mmap
 
     def read(self, name: str) -> Tensor:
-        """The tensor, dequantised to float32. Raises: ModelLoadError for a type that can not be dequantised."""
+        """The tensor, dequantised to float32.
+
+        Raises:
+            ModelLoadError: a type that can not be dequantised.
+        """
         from gguf import quants
         from gguf.constants import GGMLQuantizationType
 
@@ -56,13 +60,14 @@ class GGUFFile:
             raise ModelLoadError(
                 f"{self.path}: tensor {name} is stored as {kind.name}, which can not be dequantised"
             ) from error
-        return torch.from_numpy(np.array(values, np.float32, copy=None).reshape(tensor.shape))
+        return torch.from_numpy(values if values.flags.writeable else values.copy())
 
 
 def open_gguf(path: Path) -> GGUFFile:
     """Read a GGUF file's metadata and tensor list; the tensors' bytes are mapped, not read.
 
-    Raises: ModelLoadError if it is no GGUF file, or ends before its metadata or one of its tensors does.
+    Raises:
+        ModelLoadError: the file is no GGUF file, or ends before its metadata or one of its tensors does.
     """
     with path.open("rb") as file:
         if path.stat().st_size < 24 or file.read(4) != MAGIC:
@@ -81,8 +86,10 @@ def open_gguf(path: Path) -> GGUFFile:
             f"{path}: truncated or damaged: metadata breaks off at byte {cursor.at} of {len(data)}"
         ) from error
     alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise ModelLoadError(f"{path}: metadata general.alignment = {alignment!r} is no number of bytes")
     start = -(-cursor.at // alignment) * alignment
-    tensors = {name: _located(path, name, *info, start, len(data)) for name, *info in listed}
+    tensors = {info[0]: _located(path, *info, start, len(data)) for info in listed}
     return GGUFFile(path=path, metadata=metadata, tensors=tensors, data=data)
 
 
@@ -132,9 +139,10 @@ def _located(
 ) -> GGUFTensor:
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    if kind not in iter(GGMLQuantizationType):
-        raise ModelLoadError(f"{path}: tensor {name} has the unknown type {kind}")
-    block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+    try:
+        block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+    except ValueError as error:
+        raise ModelLoadError(f"{path}: tensor {name} has the unknown type {kind}") from error
     num_elements = int(np.prod(shape, dtype=object))
     if not shape or shape[-1] % block or num_elements == 0:
         raise ModelLoadError(f"{path}: tensor {name} of shape {shape} can not be made of blocks of {block}")

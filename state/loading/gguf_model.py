@@ -38,7 +38,8 @@ def load_gguf(
 ) -> LoadedModel:
     """The model in a GGUF file, dequantised to `dtype`.
 
-    Raises: ModelLoadError for an unknown architecture, a missing, unexpected or misshapen tensor, a damaged file.
+    Raises:
+        ModelLoadError: an unknown architecture, a missing, unexpected or misshapen tensor, a damaged file.
     """
     file = open_gguf(path)
     config = gguf_config(file)
@@ -73,7 +74,11 @@ def hf_name(name: str) -> str:
 
 
 def gguf_config(file: GGUFFile) -> ModelConfig:
-    """The model's shape, from the metadata. Raises: ModelLoadError if it is none that can be run here."""
+    """The model's shape, from the metadata.
+
+    Raises:
+        ModelLoadError: a model that can not be run here.
+    """
     metadata, path = file.metadata, file.path
     architecture = metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
@@ -81,9 +86,12 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
         raise ModelLoadError(f"{path}: unknown architecture {architecture!r}; known are {known}")
 
     def value(key: str, *default: Any) -> Any:
-        if f"{architecture}.{key}" not in metadata and not default:
+        found = metadata.get(f"{architecture}.{key}", *default)
+        if found is None and not default:
             raise ModelLoadError(f"{path}: metadata {architecture}.{key} is missing")
-        return metadata.get(f"{architecture}.{key}", *default)
+        if isinstance(found, list) or (isinstance(found, int | float) and found < 0):
+            raise ModelLoadError(f"{path}: metadata {architecture}.{key} = {found} is not supported")
+        return found
 
     num_heads, hidden_size = value("attention.head_count"), value("embedding_length")
     head_dim = value("attention.key_length", hidden_size // num_heads)

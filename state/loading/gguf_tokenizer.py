@@ -17,9 +17,11 @@ QWEN_2 = LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}")
 def gguf_tokenizer(metadata: dict[str, Any], *, source: str) -> Tokenizer:
     """The byte-level BPE tokenizer that the metadata describes.
 
-    Raises: ModelLoadError for another kind, or for a way of splitting text that is not known here.
+    Raises:
+        ModelLoadError: another kind, or a way of splitting text that is not known here.
     """
-    from tokenizers import AddedToken, Tokenizer as Backend, decoders, models, normalizers, processors
+    from tokenizers import AddedToken, decoders, models, normalizers, processors
+    from tokenizers import Tokenizer as Backend
 
     kind, split = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     if kind != "gpt2":

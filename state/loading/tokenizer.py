@@ -8,8 +8,9 @@ import attrs
 
 from purestep.pure.errors import ModelLoadError
 
-UNDECIDED = 3  # bytes of a UTF-8 character that lacks its end
-CONTEXT, WINDOW = 4, 12  # tokens
+REPLACEMENT = "\ufffd"  # what decoders give for bytes that are no UTF-8
+UNDECIDED = 3  # bytes of a UTF-8 character that lacks its end, at most
+PATIENCE = 8  # tokens held back, at most
 
 
 @attrs.frozen
@@ -20,7 +21,7 @@ class Tokenizer:
     special_ids: frozenset[int]
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, special tokens in it included; with what the model wants before and after a text."""
+        """Token ids of `text`, special tokens in it included, and what the model wants before a text."""
         return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -41,13 +42,15 @@ class Tokenizer:
 class StreamDecoder:
     """Decodes a growing sequence; the pieces it gives, joined, are the text of all tokens.
 
-    A token may hold part of a character, which is held back until it is whole. Only the last few tokens are
-    ever decoded again, so a token costs the same however long the text is.
+    A token may hold part of a character: it is held back until the text is whole again, or too many tokens
+    have come for that. Tokens are decoded together with those of the piece before, as some decoders treat the
+    first one in its own way, and never again; so a token costs the same however long the text is.
     """
 
     tokenizer: Tokenizer
     skip_special_tokens: bool = True
     _window: list[int] = attrs.field(factory=list)
+    _num_context: int = 0  # tokens of the window that were given out, wholly
     _num_given: int = 0  # characters of the window's text that were given out
 
     def push(self, token_id: int) -> str:
@@ -56,35 +59,42 @@ class StreamDecoder:
             return ""
         self._window.append(token_id)
         text = self._text()
-        end = max(self._num_given, _num_decided(text))
-        piece, self._num_given = text[self._num_given : end], end
-        if len(self._window) > WINDOW:
-            # What is held back is part of one character, and lies in the last tokens.
-            held = len(text) - end
-            self._window = self._window[-CONTEXT:]
-            self._num_given = max(len(self._text()) - held, 0)
+        if not text.endswith(REPLACEMENT):
+            piece = text[self._num_given :]
+            self._restart(self._window[self._num_context :], given=True, num_held=0)
+        elif len(self._window) - self._num_context < PATIENCE:
+            piece = ""
+        else:
+            num_held = _num_undecided(text)
+            piece = text[self._num_given : len(text) - num_held]
+            self._restart(self._window[-UNDECIDED - 1 :], given=False, num_held=num_held)
         return piece
 
     def finish(self) -> str:
         """What was held back; nothing can complete it any more."""
         piece = self._text()[self._num_given :]
-        self._window, self._num_given = [], 0
+        self._restart([], given=True, num_held=0)
         return piece
+
+    def _restart(self, window: list[int], *, given: bool, num_held: int) -> None:
+        self._window, self._num_context = window, len(window) if given else 0
+        self._num_given = max(len(self._text()) - num_held, 0)
 
     def _text(self) -> str:
         return self.tokenizer.decode(self._window, skip_special_tokens=self.skip_special_tokens)
 
 
-def _num_decided(text: str) -> int:
-    """How many characters of `text` no further token can change: replacement characters at its end may yet."""
-    end = len(text)
-    while end and len(text) - end < UNDECIDED and text[end - 1] == "\ufffd":
-        end -= 1
-    return end
+def _num_undecided(text: str) -> int:
+    """How many replacement characters at the end of `text` may yet become part of another character."""
+    return min(len(text) - len(text.rstrip(REPLACEMENT)), UNDECIDED)
 
 
 def tokenizer_from_file(path: Path) -> Tokenizer:
-    """The tokenizer in a tokenizer.json. Raises: ModelLoadError if it can not be read."""
+    """The tokenizer in a tokenizer.json.
+
+    Raises:
+        ModelLoadError: a file that can not be read.
+    """
     from tokenizers import Tokenizer as Backend
 
     try:

@@ -48,8 +48,7 @@ def test_only_listed_ids_are_left(
 
 @given(LOGITS, ENTRIES, st.data())
 def test_biases_add_up(logits: Tensor, entries: list[tuple[int, int]], data: st.DataObject) -> None:
-    """Each entry adds its value, repeated ones too; places without an entry keep every bit, -0.0 and NaN
-    included."""
+    """Each entry adds its value, repeated ones too; places without one keep every bit, NaN included."""
     values = data.draw(
         st.lists(st.sampled_from([-100.0, -0.5, 2.0]), min_size=len(entries), max_size=len(entries))
     )
@@ -63,21 +62,27 @@ def test_biases_add_up(logits: Tensor, entries: list[tuple[int, int]], data: st.
     assert equal(ours[~touched], logits[~touched])
 
 
+def test_ignored_bias_keeps_the_sign_of_zero() -> None:
+    """Padding adds nothing, not even 0.0, which would turn -0.0 into it."""
+    logits = torch.full((2, 2), -0.0)
+    ours = add_bias(logits, torch.tensor([-1, 2, 0]), torch.tensor([0, 0, 2]), torch.ones(3))
+    assert equal(ours, logits)
+
+
 @given(
     LOGITS,
     st.lists(st.lists(st.integers(-1, VOCAB), min_size=3, max_size=3), min_size=REQS, max_size=REQS),
     FLAGS,
 )
 def test_active_requests_lose_their_ids(logits: Tensor, ids: list[list[int]], active: list[bool]) -> None:
-    """min_tokens: the stop ids of active requests are banned; padding bans nothing, inactive rows keep every
-    bit."""
+    """min_tokens: stop ids of active requests are banned; padding bans nothing, inactive rows keep every bit."""
     places = {(r, token) for r in range(REQS) if active[r] for token in ids[r] if exists(r, token)}
     ours = ban_tokens(logits, torch.tensor(ids, dtype=torch.int32), torch.tensor(active))
     assert equal(ours, banned(logits, places))
 
 
-TOKEN = st.integers(0, 2)  # few ids, so that words do occur
-SEQUENCE = st.lists(TOKEN, max_size=5)
+TOKEN = st.integers(0, 1)  # few ids and short lists, so that words do occur, across prompt and outputs too
+SEQUENCE = st.lists(TOKEN, max_size=3)
 
 
 @given(
@@ -88,9 +93,11 @@ SEQUENCE = st.lists(TOKEN, max_size=5)
 def test_last_id_of_a_bad_word_is_banned(
     logits: Tensor, histories: list[tuple[list[int], list[int]]], words: list[tuple[int, list[int]]]
 ) -> None:
-    """Banned is the last id of a word whose other ids end the outputs; the prompt and what lies beyond do not
-    count."""
-    width = 11
+    """Banned is the last id of a word whose other ids end the outputs.
+
+    Neither the prompt counts, nor what lies beyond the history.
+    """
+    width = 7
     rows = [prompt + outputs + [1] * (width - len(prompt + outputs)) for prompt, outputs in histories]
     starts = torch.tensor([len(prompt) for prompt, _ in histories], dtype=torch.int32)
     ends = torch.tensor([len(prompt + outputs) for prompt, outputs in histories], dtype=torch.int32)
@@ -104,6 +111,15 @@ def test_last_id_of_a_bad_word_is_banned(
             if len(word) - 1 <= len(outputs) and outputs[len(outputs) - len(word) + 1 :] == word[:-1]:
                 places.add((r, word[-1]))
     assert equal(ours, banned(logits, places))
+
+
+def test_bad_word_does_not_begin_in_the_prompt() -> None:
+    """Prompt [4], no outputs: the word [4, 9] is not banned yet. Prompt [], outputs [4]: it is."""
+    logits, history, words = torch.zeros(2, 10), torch.tensor([[4], [4]]), torch.tensor([[4, 9], [4, 9]])
+    ours = ban_bad_words(
+        logits, history, torch.tensor([1, 0]), torch.tensor([1, 1]), torch.tensor([0, 1]), words
+    )
+    assert ours[:, 9].tolist() == [0.0, -INF]
 
 
 def test_bad_word_example() -> None:

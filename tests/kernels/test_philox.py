@@ -56,14 +56,13 @@ def test_known_answers(counter: str, key: str, words: str) -> None:
 def test_words_may_be_int32_bit_patterns() -> None:
     """A negative int32 stands for the word with the same bits, as other implementations hold it."""
     minus_one = torch.tensor(-1, dtype=torch.int32)
-    ones = philox_4x32_10((minus_one,) * 4, (minus_one, minus_one))
+    ones = philox_4x32_10((minus_one, minus_one, minus_one, minus_one), (minus_one, minus_one))
     assert [int(word) for word in ones] == philox_by_hand([MASK] * 4, [MASK] * 2)
 
 
 @given(INT64, INT64, st.integers(0, 2**28 - 1), st.integers(0, 15), st.integers(0, 200))
 def test_layout_is_the_documented_one(seed: int, stream: int, index: int, purpose: int, column: int) -> None:
-    """Column c is word c % 4 of the block with counter (c // 4, index | purpose << 28, stream) and key
-    seed."""
+    """Column c is word c % 4 of the block at (c // 4, index | purpose << 28, stream), the seed being the key."""
     counter = [column // 4, index | purpose << 28, stream & MASK, (stream >> 32) & MASK]
     word = philox_by_hand(counter, [seed & MASK, (seed >> 32) & MASK])[column % 4]
     value = float(draw_row(seed, stream, index, purpose, 201)[column])

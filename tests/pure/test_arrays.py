@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis.extra import numpy as npst
 
-from purestep.pure.arrays import Tape, append_each, empty_column, filled, frozen, with_items
+from purestep.pure.arrays import Tape, append_each, empty_column, filled, frozen, start_loc, with_items
 from tests.laws import assert_pure, equal
 from tests.profiles import examples
 
@@ -59,6 +59,15 @@ def test_columns_are_frozen() -> None:
             column[0] = 1
     assert [7, 7, 7] == filled(3, 7, np.int32).tolist()
     assert [False, False] == empty_column(2, bool).tolist()
+
+
+@given(st.lists(st.integers(0, 1000), max_size=20))
+def test_start_loc_sums_up_counts(counts: list[int]) -> None:
+    result = assert_pure(start_loc, np.array(counts, np.int32))
+
+    assert [sum(counts[:index]) for index in range(len(counts) + 1)] == result.tolist()
+    assert result.dtype == np.int32
+    assert not result.flags.writeable
 
 
 OPERATIONS = st.lists(

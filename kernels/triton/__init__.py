@@ -1,0 +1,54 @@
+"""Triton kernels for CUDA: `cuda_donating()` is `reference` with these in the place of its functions.
+
+Triton is imported when that is called, not when this package is. The modules in here are the only ones that import
+it at their top. Every function has the signature and the meaning of its namesake in `kernels/reference`; types wider
+than float32 are refused. None of them waits for the device or sizes memory by what lies on it, so all can be
+captured; none adds in an order that depends on timing, so a replay gives the same bits.
+"""
+
+from purestep.kernels.record import replace
+from purestep.kernels.reference import reference
+from purestep.kernels.types import Kernels
+
+assert __name__ == "purestep.kernels.triton", f"import this package as purestep.kernels.triton, not as {__name__}"
+
+
+def cuda_donating() -> Kernels:
+    """The kernels for a state in persistent CUDA memory: those that may write their argument's storage do.
+
+    `linear` is torch's, which is cuBLAS. Rules that name tokens (`allow_only`, `ban_bad_words`, `ban_tokens`,
+    `add_bias`) and `temperature_offset` are the reference's: short lists, rarely used.
+
+    Raises:
+        ImportError: triton is not installed.
+    """
+    from purestep.kernels.triton.attention import attend
+    from purestep.kernels.triton.dense import add_rms_norm, rms_norm, rotate, silu_and_mul
+    from purestep.kernels.triton.draw import draw, greedy, scale_by_temperature
+    from purestep.kernels.triton.layout import ragged_index
+    from purestep.kernels.triton.logprobs import gather_logprobs
+    from purestep.kernels.triton.penalties import penalize
+    from purestep.kernels.triton.philox import uniforms
+    from purestep.kernels.triton.truncate import truncate
+    from purestep.kernels.triton.writes import copy_blocks, embed, write, zero_blocks
+
+    return replace(
+        reference,
+        ragged_index=ragged_index,
+        write=write,
+        copy_blocks=copy_blocks,
+        zero_blocks=zero_blocks,
+        embed=embed,
+        rms_norm=rms_norm,
+        add_rms_norm=add_rms_norm,
+        rotate=rotate,
+        silu_and_mul=silu_and_mul,
+        attend=attend,
+        uniforms=uniforms,
+        penalize=penalize,
+        scale_by_temperature=scale_by_temperature,
+        truncate=truncate,
+        greedy=greedy,
+        draw=draw,
+        gather_logprobs=gather_logprobs,
+    )

@@ -1,0 +1,118 @@
+# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+"""Reading log-probabilities (or logits) of chosen and of likely tokens."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from purestep.kernels.reference.logprobs import gather_logprobs as gather_by_sorting
+from purestep.kernels.triton.select import (
+    INFINITY_KEY,
+    candidates,
+    entries,
+    nth_largest,
+    smallest_reaching,
+    survey,
+    weigh,
+)
+from purestep.kernels.triton.shared import LARGEST_KEY, SMALLEST_KEY, check_floats, check_rows
+
+SUB_BLOCK = 128
+CAPACITY = 2048  # candidates of a row; with more, the largest are looked for in the whole row
+MOST = 1024  # that are sorted in registers; more are left to torch's sort of whole rows
+
+
+def gather_logprobs(logprobs: Tensor, ids: Tensor, num_logprobs: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Values of the tokens `ids` and of the `num_logprobs` largest, of logprobs [reqs, vocab]; and ranks.
+
+    More than 1,024 are read by the reference.
+    """
+    if num_logprobs > MOST:
+        return gather_by_sorting(logprobs, ids, num_logprobs)
+    return gather_by(logprobs, ids, num_logprobs, sub_block=SUB_BLOCK, capacity=CAPACITY)
+
+
+def gather_by(
+    logprobs: Tensor, ids: Tensor, num_logprobs: int, *, sub_block: int, capacity: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`gather_logprobs` with another size of sub-blocks and of lists: they change the way, not the result."""
+    check_floats("gather_logprobs", logprobs)
+    check_rows("gather_logprobs", logprobs=logprobs)
+    (reqs, vocab), n, device = logprobs.shape, num_logprobs, logprobs.device
+    peaks, counts = survey(logprobs, sub_block, than=ids)
+    assert counts is not None
+    out_ids = torch.empty(reqs, n + 1, dtype=torch.int32, device=device)
+    out_values = torch.empty(reqs, n + 1, dtype=logprobs.dtype, device=device)
+    ranks = torch.empty(reqs, dtype=torch.int64, device=device)
+    if reqs:
+        subs, most = triton.next_power_of_2(peaks.shape[1]), max(triton.next_power_of_2(n), 16)
+        scratch = torch.empty(reqs, subs + capacity, dtype=torch.int32, device=device)
+        values = torch.empty(reqs, capacity, dtype=torch.float32, device=device)
+        winners = torch.empty(reqs, most, dtype=torch.int64, device=device)
+        _gather[(reqs,)](
+            logprobs, ids, peaks, counts, scratch, values, winners, out_ids, out_values, ranks, logprobs.stride(0),
+            ids.stride(0), vocab, peaks.shape[1], counts.shape[1], N=n, MOST=most, SUB=sub_block, SUBS=subs,
+            CAPACITY=capacity, CHUNKS=triton.next_power_of_2(counts.shape[1]), num_warps=8,
+        )  # fmt: skip
+    return out_ids, out_values, ranks
+
+
+@triton.jit
+def _collect(values, ids, count, highest, winners, N: tl.constexpr, HAS_IDS: tl.constexpr):
+    """Puts the N largest of a list, lower ids first where they are equal, into `winners` as sortable numbers."""
+    lowest = highest * 0 - INFINITY_KEY - 1
+    cut = smallest_reaching(values, count, lowest, highest, (count - N).to(tl.float32), 0.0, False)
+    spare = N - weigh(values, count, cut + 1, LARGEST_KEY, 0.0, False).to(tl.int32)
+    taken = count * 0
+    ties = count * 0
+    for at in range(0, count, 1024):
+        place, _, key = entries(values, count, at)
+        equal = ((key == cut) & (place < count)).to(tl.int32)
+        wins = (key > cut) | ((equal > 0) & (ties + tl.cumsum(equal, 0) <= spare))
+        own = tl.load(ids + place, mask=place < count, other=0) if HAS_IDS else place
+        number = (key.to(tl.int64) << 32) | (LARGEST_KEY - own).to(tl.int64)
+        tl.store(winners + taken + tl.cumsum(wins.to(tl.int32), 0) - 1, number, mask=wins)
+        taken += tl.sum(wins.to(tl.int32), 0)
+        ties += tl.sum(equal, 0)
+    tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize_on_alignment=["ids"])
+def _gather(
+    logprobs, ids, peaks, counts, scratch, values, winners, out_ids, out_values, ranks, step, ids_step, vocab, subs,
+    chunks, N: tl.constexpr, MOST: tl.constexpr, SUB: tl.constexpr, SUBS: tl.constexpr, CAPACITY: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.arange(0, CHUNKS)
+    count = tl.load(counts + row * chunks + chunk, mask=chunk < chunks, other=0)
+    tl.store(ranks + row, tl.sum(count, 0).to(tl.int64))
+    logprobs += row * step
+    out_ids += row * (N + 1)
+    out_values += row * (N + 1)
+    own = tl.load(ids + row * ids_step)
+    tl.store(out_ids, own.to(tl.int32))
+    tl.store(out_values, tl.load(logprobs + own))
+    if N > 0:
+        sub = tl.arange(0, SUBS)
+        keys = tl.load(peaks + row * subs + sub, mask=sub < subs, other=SMALLEST_KEY)
+        highest = tl.max(keys, 0)
+        listed, list_ids = scratch + row * (SUBS + CAPACITY), scratch + row * (SUBS + CAPACITY) + SUBS
+        values += row * CAPACITY
+        winners += row * MOST
+        fits = subs >= N
+        length = subs * 0
+        if fits:
+            floor = nth_largest(keys, subs * 0 + N)
+            length = candidates(logprobs, vocab, keys, subs, floor, listed, values, list_ids, SUB, SUBS, CAPACITY)
+            fits = length <= CAPACITY
+        if fits:
+            _collect(values, list_ids, length, highest, winners, N, True)
+        else:
+            _collect(logprobs, list_ids, vocab, highest, winners, N, False)
+        place = tl.arange(0, MOST)
+        number = tl.load(winners + place, mask=place < N, other=-9223372036854775808)
+        token = LARGEST_KEY - (tl.sort(number, descending=True) & 0xFFFFFFFF).to(tl.int32)
+        tl.store(out_ids + 1 + place, token, mask=place < N)
+        tl.store(out_values + 1 + place, tl.load(logprobs + token, mask=place < N, other=0.0), mask=place < N)

@@ -1,0 +1,134 @@
+# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+"""Paged attention of any number of queries a request: prefill, chunks, and decoding requests among them.
+
+A tile is some consecutive queries of one request, times the heads that share a key head. Tiles are numbered so that
+a program finds its request from its number: request i owns those from query_start_loc[i] // QUERIES + i on. What lies
+past the last request is one more, of length 0, and so is zeroed.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from purestep.kernels.triton.shared import INTERPRETED, rounded
+from purestep.kernels.triton.softmax import (
+    ScoreForm,
+    Tile,
+    empty_softmax,
+    is_wide,
+    load_tile,
+    normalized,
+    scores_of,
+    take_in,
+)
+
+
+def mixed_tile(dtype: torch.dtype, head_dim: int, group: int) -> Tile:
+    """The tile for a head size; at least as many rows as heads share a key head."""
+    if is_wide(dtype):
+        tile = Tile(32, 32, num_warps=4, num_stages=2) if head_dim <= 128 else Tile(16, 16, 4, 2)
+    elif head_dim <= 64:
+        tile = Tile(128, 64, num_warps=4, num_stages=3)
+    elif head_dim <= 128:
+        tile = Tile(128, 64, num_warps=8, num_stages=3)
+    else:
+        tile = Tile(64, 32, num_warps=4, num_stages=2)
+    rows = max(tile.rows, triton.next_power_of_2(group))
+    return Tile(rows, tile.keys, tile.num_warps, tile.num_stages)
+
+
+def mixed(
+    q: Tensor,
+    kv: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    *,
+    form: ScoreForm,
+    tile: Tile,
+) -> Tensor:
+    """Attention of every query token: [tokens, heads, dim]. The cache is read only."""
+    num_tokens, num_heads, dim = q.shape
+    num_reqs, num_kv_heads = seq_lens.shape[0], kv.shape[3]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    group = num_heads // num_kv_heads
+    queries = tile.rows // group
+    _mixed[(num_kv_heads, num_tokens // queries + num_reqs + 1)](
+        q, kv, out, query_start_loc, seq_lens, block_table, form.scale, form.cap, num_reqs, num_tokens,
+        block_table.shape[1], *q.stride()[:2], *kv.stride()[:4], block_table.stride(0),
+        HEADS=num_heads, DIM=dim, WIDTH=triton.next_power_of_2(dim), BLOCK_SIZE=kv.shape[2], KEYS=tile.keys,
+        WINDOW=form.window, GROUP=group, ROWS=tile.rows, QUERIES=queries, HAS_CAP=form.cap > 0,
+        STAGES=tile.num_stages, num_warps=tile.num_warps,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _request_of(query_start_loc, tile, num_reqs, QUERIES: tl.constexpr):
+    """The last request whose first tile is not behind this one; num_reqs for the padding behind them all."""
+    low = tile * 0
+    high = low + num_reqs
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tl.load(query_start_loc + middle) // QUERIES + middle <= tile:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@triton.jit(
+    do_not_specialize=["num_reqs", "num_tokens", "table_columns", "table_row"],
+    do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_table"],
+)
+def _mixed(
+    q, kv, out, query_start_loc, seq_lens, block_table, scale, cap, num_reqs, num_tokens, table_columns, q_token,
+    q_head, kv_block, kv_plane, kv_slot, kv_head, table_row, HEADS: tl.constexpr, DIM: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, QUERIES: tl.constexpr, HAS_CAP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    group, tile = tl.program_id(0), tl.program_id(1)
+    request = _request_of(query_start_loc, tile, num_reqs, QUERIES)
+    is_request = request < num_reqs
+    start = tl.load(query_start_loc + request)
+    num_queries = tl.load(query_start_loc + request + 1, mask=is_request, other=num_tokens) - start
+    length = tl.load(seq_lens + request, mask=is_request, other=0)
+    length = tl.minimum(length, table_columns * BLOCK_SIZE)
+    first = (tile - start // QUERIES - request) * QUERIES
+    if first < num_queries:
+        row = tl.arange(0, ROWS)
+        query = first + row // GROUP
+        lane = tl.arange(0, WIDTH)[None, :]
+        mask = ((row < QUERIES * GROUP) & (query < num_queries))[:, None] & (lane < DIM)
+        token = (start + query).to(tl.int64)[:, None]
+        head = (group * GROUP + row % GROUP)[:, None]
+        x = tl.load(q + token * q_token + head * q_head + lane, mask=mask, other=0.0)
+        if INTERPRETED:
+            x = x.to(tl.float32)
+        largest, mass, values = empty_softmax(ROWS, WIDTH)
+        position = length - num_queries + query
+        lowest = length - num_queries + first
+        end = lowest + tl.minimum(QUERIES, num_queries - first)
+        begin = lowest * 0
+        seen_by_all = tl.maximum(lowest + 1, 0) // KEYS * KEYS
+        if WINDOW > 0:
+            begin = tl.maximum(lowest - WINDOW + 1, 0)
+            seen_by_all = begin
+        kv = kv + group * kv_head
+        table = block_table + request.to(tl.int64) * table_row
+        for at in tl.range(begin, seen_by_all, KEYS, num_stages=STAGES):
+            key = at + tl.arange(0, KEYS)
+            k, v = load_tile(kv, table, key, key, kv_block, kv_plane, kv_slot, BLOCK_SIZE, DIM, WIDTH, False)
+            score = scores_of(x, k.to(x.dtype), scale, cap, HAS_CAP)
+            largest, mass, values = take_in(score, v.to(x.dtype), largest, mass, values)
+        for at in tl.range(seen_by_all, end, KEYS, num_stages=STAGES):
+            key = at + tl.arange(0, KEYS)
+            k, v = load_tile(kv, table, key, key < end, kv_block, kv_plane, kv_slot, BLOCK_SIZE, DIM, WIDTH, True)
+            seen = key[None, :] <= position[:, None]
+            if WINDOW > 0:
+                seen = seen & (key[None, :] > position[:, None] - WINDOW)
+            score = tl.where(seen, scores_of(x, k.to(x.dtype), scale, cap, HAS_CAP), float("-inf"))
+            largest, mass, values = take_in(score, v.to(x.dtype), largest, mass, values)
+        result = rounded(normalized(values, mass), out.dtype.element_ty)
+        tl.store(out + (token * HEADS + head) * DIM + lane, result, mask=mask)

@@ -1,0 +1,178 @@
+# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+"""Finding the place of a cut in an unsorted row, exactly and without a sort.
+
+Every function looks at a list: `values` in order of id, `count` of them. A list is a whole row, or the few candidates of
+it that can matter: entries not below a floor that is sure to lie under the cut. Sums are made in one fixed order.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from purestep.kernels.triton.shared import (
+    LARGEST_KEY,
+    SMALLEST_KEY,
+    check_floats,
+    check_rows,
+    float_of,
+    order_key,
+)
+
+CHUNK = 4096  # of a row, per program of the survey
+INFINITY_KEY = tl.constexpr(0x7F800000)  # order_key of infinity
+ENTRIES = tl.constexpr(1024)  # of a list, looked at together
+PROBES = tl.constexpr(8)  # places that one pass tries
+
+
+def survey(values: Tensor, sub_block: int, than: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """The largest key of every `sub_block` entries of each row, int32 [rows, sub_blocks]; one pass.
+
+    With `than` [rows], ids: also how many entries of a chunk are at least as large as that one, int32 [rows, chunks].
+    """
+    check_floats("survey", values)
+    check_rows("survey", values=values)
+    rows, width = values.shape
+    chunks, subs = triton.cdiv(width, CHUNK), triton.cdiv(width, sub_block)
+    peaks = torch.empty(rows, subs, dtype=torch.int32, device=values.device)
+    counts = None if than is None else torch.empty(rows, chunks, dtype=torch.int32, device=values.device)
+    if peaks.numel():
+        _survey[(rows, chunks)](
+            values, than, peaks, counts, values.stride(0), 0 if than is None else than.stride(0), width, subs, chunks,
+            SUB=sub_block, SUBS=CHUNK // sub_block,
+        )  # fmt: skip
+    return peaks, counts
+
+
+@triton.jit(do_not_specialize_on_alignment=["than"])
+def _survey(
+    values, than, peaks, counts, step, than_step, width, subs, chunks, SUB: tl.constexpr, SUBS: tl.constexpr
+):
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    sub = chunk * SUBS + tl.arange(0, SUBS)
+    place = sub[:, None] * SUB + tl.arange(0, SUB)[None, :]
+    value = tl.load(values + row * step + place, mask=place < width, other=float("-inf")).to(tl.float32)
+    tl.store(peaks + row * subs + sub, tl.max(order_key(value), 1), mask=sub < subs)
+    if than is not None:
+        own = tl.load(values + row * step + tl.load(than + row * than_step)).to(tl.float32)
+        reached = ((value >= own) & (place < width)).to(tl.int32)
+        tl.store(counts + row * chunks + chunk, tl.sum(tl.sum(reached, 1), 0))
+
+
+@triton.jit
+def nth_largest(keys, n):
+    """The n-th largest of a tile of keys, n at least 1: the largest key that n of them reach."""
+    low = SMALLEST_KEY + n.to(tl.int64) * 0
+    high = low + 4294967295
+    while low < high:
+        middle = (low + high + 1) >> 1
+        if tl.sum((keys >= middle.to(tl.int32)).to(tl.int32), 0) >= n:
+            low = middle
+        else:
+            high = middle - 1
+    return low.to(tl.int32)
+
+
+@triton.jit
+def candidates(
+    row, width, keys, subs, floor, listed, values, ids, SUB: tl.constexpr, SUBS: tl.constexpr, CAPACITY: tl.constexpr
+):  # fmt: skip
+    """Lists the entries of `row` from `floor` up, in order of id; how many there are, of which CAPACITY are kept.
+
+    `keys` [SUBS] are the largest keys of the row's sub-blocks; `listed` has room for as many ids of sub-blocks.
+    """
+    sub = tl.arange(0, SUBS)
+    chosen = ((keys >= floor) & (sub < subs)).to(tl.int32)
+    tl.store(listed + tl.cumsum(chosen, 0) - 1, sub, mask=chosen > 0)
+    num_chosen = tl.sum(chosen, 0)
+    tl.debug_barrier()
+    ROWS: tl.constexpr = ENTRIES // SUB
+    count = num_chosen * 0
+    for at in range(0, num_chosen, ROWS):
+        i = at + tl.arange(0, ROWS)
+        own = tl.load(listed + i, mask=i < num_chosen, other=subs)
+        place = tl.reshape(own[:, None] * SUB + tl.arange(0, SUB)[None, :], [ROWS * SUB])
+        value = tl.load(row + place, mask=place < width, other=float("-inf")).to(tl.float32)
+        hit = ((order_key(value) >= floor) & (place < width)).to(tl.int32)
+        target = count + tl.cumsum(hit, 0) - 1
+        tl.store(values + target, value, mask=(hit > 0) & (target < CAPACITY))
+        tl.store(ids + target, place, mask=(hit > 0) & (target < CAPACITY))
+        count += tl.sum(hit, 0)
+    tl.debug_barrier()
+    return count
+
+
+@triton.jit
+def entries(values, count, at):
+    """Places, values and keys of the entries from `at` on; SMALLEST_KEY past the end."""
+    place = at + tl.arange(0, ENTRIES)
+    value = tl.load(values + place, mask=place < count, other=float("-inf")).to(tl.float32)
+    return place, value, tl.where(place < count, order_key(value), SMALLEST_KEY)
+
+
+@triton.jit
+def weigh(values, count, low, high, top, WEIGHTED: tl.constexpr):
+    """What the entries from key `low` to key `high` weigh: exp(value - top) each, or 1 each."""
+    total = tl.zeros([ENTRIES], tl.float32)
+    for at in range(0, count, ENTRIES):
+        _, value, key = entries(values, count, at)
+        weight = tl.exp(value - top) if WEIGHTED else tl.full([ENTRIES], 1.0, tl.float32)
+        total += tl.where((key >= low) & (key <= high), weight, 0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def probes_between(low, high):
+    """Keys in [low, high): half of them evenly spread as integers, which always gets on, half as floats."""
+    probe = tl.arange(0, PROBES)
+    part = probe // 2 + 1
+    PARTS: tl.constexpr = PROBES // 2 + 1
+    span = high.to(tl.int64) - low.to(tl.int64)
+    by_key = low + (span * part // PARTS).to(tl.int32)
+    low_value, high_value = float_of(low), float_of(high)
+    by_value = order_key(low_value + (high_value - low_value) * (part.to(tl.float32) / PARTS))
+    by_value = tl.minimum(tl.maximum(by_value, low), high - 1)
+    return tl.where(probe % 2 == 0, by_key, by_value)
+
+
+@triton.jit
+def smallest_reaching(values, count, low, high, target, top, WEIGHTED: tl.constexpr):
+    """The key of the smallest entry such that the entries from `low` up to it weigh more than `target`.
+
+    `high`, the key of the largest entry, if none does. Every pass narrows the interval by several probes and to the
+    entries at its ends, so it ends as soon as one value is left in it.
+    """
+    floor = low
+    while low < high:
+        probe = probes_between(low, high)
+        weights = tl.zeros([ENTRIES, PROBES], tl.float32)
+        lowest = tl.full([ENTRIES], LARGEST_KEY, tl.int32)
+        highest = tl.full([ENTRIES], SMALLEST_KEY, tl.int32)
+        for at in range(0, count, ENTRIES):
+            _, value, key = entries(values, count, at)
+            weight = tl.exp(value - top) if WEIGHTED else tl.full([ENTRIES], 1.0, tl.float32)
+            weight = tl.where(key >= floor, weight, 0.0)
+            weights += tl.where(key[:, None] <= probe[None, :], weight[:, None], 0.0)
+            lowest = tl.minimum(lowest, tl.where(key >= low, key, LARGEST_KEY))
+            highest = tl.maximum(highest, tl.where(key <= high, key, SMALLEST_KEY))
+        reached = tl.sum(weights, 0) > target
+        next_low = tl.maximum(low, tl.max(tl.where(reached, low, probe + 1), 0))
+        next_high = tl.minimum(high, tl.min(tl.where(reached, probe, high), 0))
+        low = tl.maximum(next_low, tl.min(lowest, 0))
+        high = tl.minimum(next_high, tl.max(highest, 0))
+    return high
+
+
+@triton.jit
+def id_of_tie(values, ids, count, cut, n, HAS_IDS: tl.constexpr):
+    """The id of the n-th entry whose key is `cut`; LARGEST_KEY if there are fewer."""
+    seen = n * 0
+    found = n * 0 + LARGEST_KEY
+    for at in range(0, count, ENTRIES):
+        place, _, key = entries(values, count, at)
+        hit = (key == cut) & (place < count)
+        number = seen + tl.cumsum(hit.to(tl.int32), 0)
+        own = tl.load(ids + place, mask=place < count, other=LARGEST_KEY) if HAS_IDS else place
+        found = tl.minimum(found, tl.min(tl.where(hit & (number == n), own, LARGEST_KEY), 0))
+        seen += tl.sum(hit.to(tl.int32), 0)
+    return found

@@ -1,0 +1,68 @@
+# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+"""What the kernels share: the checks of their arguments, and floats as integers of the same order."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# The interpreter takes bfloat16 for integers in arithmetic, so what is loaded is widened at once; and it cuts bits off
+# where a device rounds, so what is narrowed goes through `rounded`.
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+LARGEST_KEY = tl.constexpr(2147483647)  # of NaN
+SMALLEST_KEY = tl.constexpr(-2147483648)  # below that of -inf: a place that holds no number
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_floats(function: str, *tensors: Tensor) -> None:
+    """Refuse what would be computed with less precision than it has.
+
+    Raises:
+        TypeError: a tensor is not float32, bfloat16 or float16.
+    """
+    for tensor in tensors:
+        if tensor.dtype not in FLOATS:
+            raise TypeError(
+                f"{function} was given {tensor.dtype}; the Triton kernels compute in float32 and take float32, "
+                "bfloat16 and float16: use purestep.kernels.reference for other types"
+            )
+
+
+def check_rows(function: str, **tensors: Tensor) -> None:
+    """Refuse tensors that do not keep their last dimension together.
+
+    Raises:
+        ValueError: a last dimension has another stride than 1.
+    """
+    for name, tensor in tensors.items():
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(
+                f"{function}: the last dimension of {name} {tuple(tensor.shape)} has stride {tensor.stride(-1)}; "
+                "it has to be 1: call contiguous() first"
+            )
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """The float32 x in a narrower type, rounded to nearest even."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        near = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        x = tl.where(x == x, near, bits | 0x400000).to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
+def order_key(x):
+    """int32 that orders like the float32 x: equal floats (0 and -0) are equal, NaN is the largest."""
+    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
+    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return tl.where(x != x, LARGEST_KEY, key)
+
+
+@triton.jit
+def float_of(key):
+    """The float32 whose `order_key` it is."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)

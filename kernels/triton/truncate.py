@@ -1,0 +1,166 @@
+# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+"""Cutting a distribution's tail: min-p, then top-k, then top-p, by the rules of `kernels/reference/truncate.py`.
+
+One pass surveys the rows, a program a row finds its cut, one pass applies it. A cut is a key and an id: what is above
+the key stays, and what equals it up to that id.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from purestep.kernels.triton.select import (
+    INFINITY_KEY,
+    candidates,
+    id_of_tie,
+    nth_largest,
+    smallest_reaching,
+    survey,
+    weigh,
+)
+from purestep.kernels.triton.shared import LARGEST_KEY, SMALLEST_KEY, check_floats, check_rows, float_of, order_key
+
+CHUNK = 4096
+SUB_BLOCK = 128
+CAPACITY = 2048  # candidates of a row; with more, its cut is looked for in the whole row
+RANK = tl.constexpr(256)  # top-p without top-k: candidates are what reaches the so many-th largest sub-block
+
+
+def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Logits [reqs, vocab] with -inf where cut; top_k int, top_p and min_p float, all [reqs]."""
+    return truncate_by(logits, top_k, top_p, min_p, sub_block=SUB_BLOCK, capacity=CAPACITY)
+
+
+def truncate_by(
+    logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, *, sub_block: int, capacity: int
+) -> Tensor:
+    """`truncate` with another size of sub-blocks and of lists, powers of two: they change the way, not the result."""
+    check_floats("truncate", logits)
+    check_rows("truncate", logits=logits)
+    reqs, vocab = logits.shape
+    out = torch.empty(reqs, vocab, dtype=logits.dtype, device=logits.device)
+    if out.numel() == 0:
+        return out
+    peaks, _ = survey(logits, sub_block)
+    subs = triton.next_power_of_2(peaks.shape[1])
+    scratch = torch.empty(reqs, subs + capacity, dtype=torch.int32, device=logits.device)
+    values = torch.empty(reqs, capacity, dtype=torch.float32, device=logits.device)
+    cuts = torch.empty(reqs, 2, dtype=torch.int32, device=logits.device)
+    parameters = (top_k, top_p, min_p)
+    _find_cut[(reqs,)](
+        logits, peaks, scratch, values, cuts, *parameters, logits.stride(0), *(x.stride(0) for x in parameters), vocab,
+        peaks.shape[1], SUB=sub_block, SUBS=subs, CAPACITY=capacity, num_warps=8,
+    )  # fmt: skip
+    _apply_cut[(reqs, triton.cdiv(vocab, CHUNK))](logits, cuts, out, logits.stride(0), vocab, CHUNK=CHUNK)
+    return out
+
+
+@triton.jit
+def _apply_cut(logits, cuts, out, step, vocab, CHUNK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cut, last = tl.load(cuts + row * 2), tl.load(cuts + row * 2 + 1)
+    token = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    logit = tl.load(logits + row * step + token, mask=token < vocab, other=0.0)
+    key = order_key(logit.to(tl.float32))
+    kept = (key > cut) | ((key == cut) & (token <= last))
+    tl.store(out + row * vocab + token, tl.where(kept, logit, float("-inf")), mask=token < vocab)
+
+
+@triton.jit
+def _lowest_within(top, distance):
+    """The smallest key whose float lies at most -distance below `top`."""
+    low = (top * 0).to(tl.int64) - INFINITY_KEY - 1
+    high = order_key(top).to(tl.int64)
+    while low < high:
+        middle = (low + high) >> 1
+        if float_of(middle.to(tl.int32)) - top >= distance:
+            high = middle
+        else:
+            low = middle + 1
+    return high.to(tl.int32)
+
+
+@triton.jit
+def _cut_of_list(
+    values, ids, count, floor, k, p, top, total, HAS_IDS: tl.constexpr
+):  # fmt: skip
+    """The cut of a list that holds every entry that may stay, `floor` being its end; `total`: what else min-p leaves, too.
+
+    k is 0 and p is 1 where they are off.
+    """
+    highest = order_key(top)
+    cut = floor
+    kept = floor * 0  # of those equal to the cut; 0 for all
+    if k == 1:
+        cut = highest
+        kept = kept + 1
+    else:
+        lowest = tl.maximum(floor, -INFINITY_KEY - 1)
+        if k > 0:
+            eligible = weigh(values, count, lowest, highest, top, False)
+            if eligible > k:
+                cut = smallest_reaching(values, count, lowest, highest, eligible - k, top, False)
+        if p < 1.0:
+            listed = weigh(values, count, cut, highest, top, True)
+            everything = listed
+            if k == 0:
+                everything = total
+            may_go = (1.0 - p) * everything - (everything - listed)
+            start = tl.maximum(cut, lowest)
+            cut = smallest_reaching(values, count, start, highest, may_go, top, True)
+            below = weigh(values, count, start, cut - 1, top, True)
+            ties = weigh(values, count, cut, cut, top, False)
+            gone = tl.floor((may_go - below) / tl.exp(float_of(cut) - top))
+            kept = tl.minimum(tl.maximum(ties - tl.maximum(gone, 0.0), 1.0), ties).to(tl.int32)
+            kept = tl.where(kept < ties, kept, 0)
+    last = floor * 0 + LARGEST_KEY
+    if kept > 0:
+        last = id_of_tie(values, ids, count, cut, kept, HAS_IDS)
+    return cut, last
+
+
+@triton.jit(do_not_specialize_on_alignment=["top_k", "top_p", "min_p"])
+def _find_cut(
+    logits, peaks, scratch, values, cuts, top_k, top_p, min_p, step, k_step, p_step, min_step, vocab, subs,
+    SUB: tl.constexpr, SUBS: tl.constexpr, CAPACITY: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    sub = tl.arange(0, SUBS)
+    keys = tl.load(peaks + row * subs + sub, mask=sub < subs, other=SMALLEST_KEY)
+    top_key = tl.max(keys, 0)
+    top = float_of(top_key)
+    k = tl.load(top_k + row * k_step).to(tl.int32)
+    p = tl.load(top_p + row * p_step).to(tl.float32)
+    ratio = tl.load(min_p + row * min_step).to(tl.float32)
+    is_number = top_key < LARGEST_KEY
+    has_masses = tl.abs(top) < float("inf")
+    k = tl.where((k > 0) & (k < vocab) & is_number, k, 0)
+    p = tl.where(has_masses, p, 1.0)
+    cut = top_key * 0 + SMALLEST_KEY
+    last = top_key * 0 + LARGEST_KEY
+    if has_masses & (ratio > 0.0):
+        cut = _lowest_within(top, tl.log(ratio))
+    if (k > 0) | (p < 1.0):
+        logits += row * step
+        listed, ids = scratch + row * (SUBS + CAPACITY), scratch + row * (SUBS + CAPACITY) + SUBS
+        values += row * CAPACITY
+        rank = tl.where(k > 0, k, tl.minimum(RANK, subs))
+        total = p * 0.0
+        if k == 0:
+            total = weigh(logits, vocab, cut, top_key, top, True)
+        fits = rank <= subs
+        count = rank * 0
+        if fits:
+            floor = tl.maximum(nth_largest(keys, rank), cut)
+            count = candidates(logits, vocab, keys, subs, floor, listed, values, ids, SUB, SUBS, CAPACITY)
+            fits = count <= CAPACITY
+            if fits & (k == 0):
+                # What is not listed has to be within what top-p cuts.
+                fits = total - weigh(values, count, floor, top_key, top, True) <= (1.0 - p) * total
+        if fits:
+            cut, last = _cut_of_list(values, ids, count, floor, k, p, top, total, True)
+        else:
+            cut, last = _cut_of_list(logits, ids, vocab, cut, k, p, top, total, False)
+    tl.store(cuts + row * 2, cut)
+    tl.store(cuts + row * 2 + 1, last)

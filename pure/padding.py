@@ -1,0 +1,126 @@
+"""Padding a batch to the shape of a captured graph, and the shapes of batches that are made up.
+
+Padding tokens lie behind the real ones and padded requests name the null row, which is never active: they write
+into the null block, which nothing reads, and keep nothing. Real rows are computed as without padding.
+"""
+
+import numpy as np
+
+from purestep.pure.arrays import frozen
+from purestep.pure.errors import DispatchError
+from purestep.pure.record import replace
+from purestep.pure.records.batch import BatchLimits, InputBatch
+from purestep.pure.records.inputs import BatchDescriptor
+from purestep.pure.records.layout import Layout, LayoutBounds, SamplerShape, bucket
+
+
+def pad_batch(batch: InputBatch, descriptor: BatchDescriptor, *, before: Layout | None = None) -> InputBatch:
+    """The batch as the device is to see it: its layout padded to the descriptor; the same object if that is its own.
+
+    Make the plan of this one, and go on to the next step from the batch without padding. `before` is the layout that
+    the device has (`absorbed.layout`): if its arrays are what is wanted, the padded layout shares them, and the plan
+    of a steady step stays empty.
+
+    Raises:
+        DispatchError: a descriptor that does not hold the batch.
+    """
+    layout = pad_layout(batch.layout, descriptor, null_row=batch.limits.null_row, before=before)
+    return batch if layout is batch.layout else replace(batch, layout=layout)
+
+
+def pad_layout(
+    layout: Layout, descriptor: BatchDescriptor, *, null_row: int, before: Layout | None = None
+) -> Layout:
+    """The layout with as many tokens and requests as the descriptor has (requests: only if it says how many).
+
+    Padded requests are the null row with no tokens: query_start_loc stays flat at the number of real tokens. The
+    bounds on lengths stay as they are. Arrays equal to those of `before` are shared with it.
+
+    Raises:
+        DispatchError: a descriptor that does not hold the batch.
+    Source: vllm/v1/worker/gpu_model_runner.py _prepare_inputs and _build_attention_metadata.
+    """
+    bounds = layout.bounds
+    num_tokens = descriptor.num_tokens
+    num_reqs = bounds.num_reqs if descriptor.num_reqs is None else descriptor.num_reqs
+    if num_tokens < bounds.num_tokens or num_reqs < bounds.num_reqs:
+        raise DispatchError(
+            f"a batch of {bounds.num_reqs} requests with {bounds.num_tokens} tokens does not fit a descriptor of "
+            f"{num_reqs} requests with {num_tokens} tokens: dispatch this batch's own counts"
+        )
+    rows, starts = layout.row_of_index, layout.query_start_loc
+    added = num_reqs - bounds.num_reqs
+    if added:
+        rows = frozen(np.concatenate([rows, np.full(added, null_row, np.int32)]))
+        starts = frozen(np.concatenate([starts, np.full(added, bounds.num_tokens, np.int32)]))
+    if (
+        before is not None
+        and _is_same(rows, before.row_of_index)
+        and _is_same(starts, before.query_start_loc)
+    ):
+        rows, starts = before.row_of_index, before.query_start_loc
+    if num_tokens != bounds.num_tokens or added:
+        bounds = replace(bounds, num_tokens=num_tokens, num_reqs=num_reqs)
+    if before is not None and rows is before.row_of_index and bounds == before.bounds:
+        return before
+    if rows is layout.row_of_index and starts is layout.query_start_loc and bounds is layout.bounds:
+        return layout
+    return Layout(rows, starts, bounds)
+
+
+def _is_same(a: np.ndarray, b: object) -> bool:
+    return a is b or (isinstance(b, np.ndarray) and np.array_equal(a, b))
+
+
+def capture_layout(
+    descriptor: BatchDescriptor, limits: BatchLimits, *, sampler: SamplerShape = SamplerShape()
+) -> Layout:
+    """The layout that a full graph of this shape is captured with: padding only, and bounds that fit all its batches.
+
+    No request runs in it, so capturing with it changes nothing that is read. A uniform descriptor bounds a query by
+    its tokens a request; any other by all of its tokens.
+    """
+    num_reqs = limits.max_num_reqs if descriptor.num_reqs is None else descriptor.num_reqs
+    empty = Layout.make_empty()
+    padded = pad_layout(empty, replace(descriptor, num_reqs=num_reqs), null_row=limits.null_row)
+    per_request = descriptor.num_tokens // num_reqs if descriptor.uniform else descriptor.num_tokens
+    bounds = LayoutBounds(
+        num_reqs=num_reqs,
+        num_tokens=descriptor.num_tokens,
+        max_query_len=per_request,
+        max_seq_len=bucket(limits.max_model_len),
+        sampler=sampler,
+    )
+    return replace(padded, bounds=bounds)
+
+
+def dummy_query_lens(
+    num_tokens: int, max_num_reqs: int, *, uniform_query_len: int | None = None, mixed: bool = False
+) -> tuple[int, ...]:
+    """Tokens of each request of a made-up batch of `num_tokens`.
+
+    By default as many requests as may be, the last one with what is left over. With `uniform_query_len` each has so
+    many, the last perhaps fewer. With `mixed` one prefill follows decodes of one token each, that take at most half.
+
+    Raises:
+        DispatchError: no tokens, or more than `max_num_reqs` uniform requests hold.
+    Source: vllm/v1/worker/gpu_model_runner.py _dummy_run.
+    """
+    if num_tokens < 1 or max_num_reqs < 1:
+        raise DispatchError(
+            f"a made-up batch of {num_tokens} tokens in at most {max_num_reqs} requests: give one of each"
+        )
+    if mixed:
+        num_decodes = min(max_num_reqs - 1, num_tokens // 2)
+        return (1,) * num_decodes + (num_tokens - num_decodes,)
+    if uniform_query_len is None:
+        num_reqs = min(num_tokens, max_num_reqs)
+        each, left_over = divmod(num_tokens, num_reqs)
+        return (each,) * (num_reqs - 1) + (each + left_over,)
+    if num_tokens > uniform_query_len * max_num_reqs:
+        raise DispatchError(
+            f"a uniform batch of {num_tokens} tokens with {uniform_query_len} a request needs more than "
+            f"{max_num_reqs} requests: at most {uniform_query_len * max_num_reqs} tokens"
+        )
+    whole, rest = divmod(num_tokens, uniform_query_len)
+    return (uniform_query_len,) * whole + ((rest,) if rest else ())

@@ -1,0 +1,194 @@
+"""Room for the next token: blocks are granted by horizon, and under pressure requests wait or are preempted.
+
+When one row lacks room, all rows are given blocks for the next `block_horizon` tokens, so that a steady batch changes
+its block tables once in so many steps. That is done only while at least as much stays available as is given, and
+nobody is preempted while a row holds blocks ahead of need: who lacks one then sits out until they are used up.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int32
+from numpy.typing import NDArray
+
+from purestep.pure.arrays import frozen, with_items
+from purestep.pure.blocks import allocate
+from purestep.pure.record import record, replace
+from purestep.pure.records.queue import Queue, RequestState, Residence
+from purestep.pure.records.scheduler_output import NOTHING, BlockIds
+from purestep.pure.scheduler.memory import leave
+from purestep.pure.scheduler.rows import with_residences
+
+Tokens = Int32[np.ndarray, " rows"]
+
+
+@record
+class Served:
+    """What the running requests do in a step. `queue` has their new blocks, and no preempted ones."""
+
+    queue: Queue
+    num_scheduled: Int32[np.ndarray, " rows"]
+    new_block_ids: Mapping[str, BlockIds]
+    preempted: tuple[RequestState, ...] = ()
+
+
+def serve_running(queue: Queue) -> Served:
+    """Each running request's next tokens, in order, within the budget, and blocks for them."""
+    wanted = _wanted(queue)
+    num_scheduled = _within_budget(queue, wanted)
+    counts = queue.running.counts
+    lacking = counts.num_computed + num_scheduled > counts.num_covered
+    if not lacking.any():
+        return Served(queue, num_scheduled, NOTHING)
+    return (
+        _extend_all(queue, num_scheduled)
+        or _extend_lacking(queue, num_scheduled, lacking)
+        or _press(queue, wanted)
+    )
+
+
+def _wanted(queue: Queue) -> Tokens:
+    """Tokens that each row could compute now."""
+    counts, config = queue.running.counts, queue.config
+    pending = counts.num_tokens > counts.num_known
+    if config.async_scheduling:
+        pending &= ~counts.ran  # a row that sat out comes back by its tokens, so all must be known
+    wanted: Tokens = counts.num_tokens - counts.num_computed
+    waits = pending | (counts.num_tokens >= queue.running.facts.length_limit)
+    if waits.any():
+        wanted = np.where(waits, 0, wanted).astype(np.int32)
+    if config.long_prefill_token_threshold is not None:
+        wanted = np.minimum(wanted, config.long_prefill_token_threshold).astype(np.int32)
+    return wanted
+
+
+def _within_budget(queue: Queue, wanted: Tokens) -> Tokens:
+    """The wanted tokens, cut where those before have used up the budget."""
+    budget = queue.config.max_num_batched_tokens
+    if wanted.sum() <= budget:
+        return wanted
+    before = np.cumsum(wanted) - wanted
+    cut: Tokens = np.clip(budget - before, 0, wanted).astype(np.int32)
+    return cut
+
+
+def _extend_all(queue: Queue, num_scheduled: Tokens) -> Served | None:
+    """Blocks for all rows of the step up to the horizon, if as much again stays available."""
+    counts, facts = queue.running.counts, queue.running.facts
+    ahead = np.minimum(counts.num_tokens + queue.config.block_horizon, facts.length_limit) - 1
+    target = np.where(num_scheduled > 0, np.maximum(ahead, counts.num_computed + num_scheduled), 0)
+    missing = _missing(queue, target)
+    if any(2 * m.sum() > pool.num_available for m, pool in zip(missing, queue.pools, strict=True)):
+        return None
+    queue, new_block_ids = _extend(queue, missing)
+    return Served(queue, num_scheduled, new_block_ids)
+
+
+def _extend_lacking(queue: Queue, num_scheduled: Tokens, lacking: NDArray[np.bool_]) -> Served | None:
+    """Blocks for what the rows do in this step, if there are enough."""
+    missing = _missing(queue, np.where(lacking, queue.running.counts.num_computed + num_scheduled, 0))
+    if any(m.sum() > pool.num_available for m, pool in zip(missing, queue.pools, strict=True)):
+        return None
+    queue, new_block_ids = _extend(queue, missing)
+    return Served(queue, num_scheduled, new_block_ids)
+
+
+def _press(queue: Queue, wanted: Tokens) -> Served:
+    """Not all can go on. Row by row: take a block, or sit out, or have the last row preempted.
+
+    A row sits out while another one that can go on holds blocks ahead of need, and when it is the last itself:
+    to preempt it would give nobody anything. So the first row always gets on, or one that will run short later.
+    """
+    new_block_ids: dict[str, list[list[int]]] = {}
+    preempted: list[RequestState] = []
+    while True:
+        counts = queue.running.counts
+        num_scheduled = _within_budget(queue, wanted)
+        lacking = np.flatnonzero(counts.num_computed + num_scheduled > counts.num_covered)
+        if not len(lacking):
+            break
+        row, last = int(lacking[0]), len(queue.running) - 1
+        target = np.zeros(last + 1, np.int32)
+        target[row] = counts.num_computed[row] + num_scheduled[row]
+        missing = _missing(queue, target)
+        short = [m.sum() > pool.num_available for m, pool in zip(missing, queue.pools, strict=True)]
+        if not any(short):
+            queue, new = _extend(queue, missing)
+            for req_id, groups in new.items():
+                own = new_block_ids.setdefault(req_id, [[] for _ in groups])
+                new_block_ids[req_id] = [a + list(b) for a, b in zip(own, groups, strict=True)]
+        elif row == last or _held_ahead(queue, wanted, short):
+            wanted = with_items(wanted, row, 0)
+        else:
+            queue, states = leave(queue, [last])
+            preempted += states
+            wanted = wanted[:last]
+    running_ids = set(queue.running.req_ids)
+    given = {
+        req_id: tuple([tuple(ids) for ids in groups])
+        for req_id, groups in new_block_ids.items()
+        if req_id in running_ids
+    }
+    return Served(queue, frozen(num_scheduled), given, tuple(preempted))
+
+
+def _held_ahead(queue: Queue, wanted: Tokens, short: Sequence[Any]) -> bool:
+    """Whether a row that can go on holds more than it needs for its known tokens, in a group that is short."""
+    counts = queue.running.counts
+    has_work = (wanted > 0) | (counts.num_tokens > counts.num_known)
+    goes_on = has_work & (counts.num_computed + wanted <= counts.num_covered)
+    ahead = [
+        _held(queue, group) > -(-counts.num_tokens // size)
+        for group, (size, is_short) in enumerate(zip(queue.config.block_sizes, short, strict=True))
+        if is_short
+    ]
+    return bool((np.logical_or.reduce(ahead) & goes_on).any())
+
+
+def _held(queue: Queue, group: int) -> NDArray[Any]:
+    """Blocks that each row holds."""
+    return np.array([len(residence.blocks[group]) for residence in queue.running.residences])
+
+
+def _missing(queue: Queue, target: Tokens) -> list[NDArray[Any]]:
+    """Blocks that each row lacks to cover so many tokens, per KV group."""
+    sizes = queue.config.block_sizes
+    return [np.maximum(-(-target // size) - _held(queue, group), 0) for group, size in enumerate(sizes)]
+
+
+def _extend(queue: Queue, missing: Sequence[NDArray[Any]]) -> tuple[Queue, dict[str, BlockIds]]:
+    """The queue with so many more blocks for each row, per KV group, and which."""
+    pools, running, sizes = [], queue.running, queue.config.block_sizes
+    rows = np.flatnonzero(np.sum(missing, axis=0)).tolist()
+    new_ids: list[list[tuple[int, ...]]] = []  # per KV group, then row
+    for pool, num_blocks in zip(queue.pools, missing, strict=True):
+        pool, fresh = allocate(pool, int(num_blocks.sum()))
+        pools.append(pool)
+        ids, ends = fresh.tolist(), np.cumsum(num_blocks[rows]).tolist()
+        new_ids.append([tuple(ids[start:end]) for start, end in zip([0, *ends], ends, strict=False)])
+    new_block_ids = dict(zip((running.req_ids[row] for row in rows), zip(*new_ids, strict=True), strict=True))
+    residences = {
+        row: _longer(running.residences[row], new)
+        for row, new in zip(rows, new_block_ids.values(), strict=True)
+    }
+    covered = running.counts.num_covered.copy()
+    covered[rows] = [
+        min([len(tape) * size for tape, size in zip(residence.blocks, sizes, strict=True)])
+        for residence in residences.values()
+    ]
+    running = with_residences(running, residences)
+    running = replace(running, counts=replace(running.counts, num_covered=frozen(covered)))
+    return replace(queue, running=running, pools=tuple(pools)), new_block_ids
+
+
+def _longer(residence: Residence, new: BlockIds) -> Residence:
+    """`replace` written out: a step that grants a horizon calls it for every row."""
+    return Residence(
+        residence.slot,
+        residence.log_start,
+        tuple([tape.extend(ids) for tape, ids in zip(residence.blocks, new, strict=True)]),
+        residence.num_borrowed,
+        residence.num_offered,
+        residence.may_offer,
+    )

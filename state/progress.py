@@ -1,0 +1,44 @@
+"""Progress of a call to `generate`."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+
+class Report(Protocol):
+    """Called after every step."""
+
+    def __call__(self, *, finished: int, tokens: int) -> None: ...
+
+
+@contextmanager
+def progress(total: int, *, shown: bool) -> Iterator[Report]:
+    """A bar of finished prompts with tokens per second, on standard error; a no-op if it is not to be shown."""
+    if not shown:
+        yield _silent
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("prompts"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]:,.0f} tokens/s"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("prompts", total=total, rate=0.0)
+        num_tokens = 0
+
+        def report(*, finished: int, tokens: int) -> None:
+            nonlocal num_tokens
+            num_tokens += tokens
+            elapsed = bar.tasks[0].elapsed or 0.0
+            bar.update(task, completed=finished, rate=num_tokens / elapsed if elapsed else 0.0)
+
+        yield report
+
+
+def _silent(*, finished: int, tokens: int) -> None:
+    """Nobody watches."""

@@ -1,0 +1,81 @@
+"""What the engine gives back."""
+
+import attrs
+import numpy as np
+from jaxtyping import Float32, Int32
+
+from purestep.pure.errors import InvalidRequestError
+
+
+@attrs.frozen
+class SampleLogprobs:
+    """Log-probabilities of one sample, a row per token. Column 0 is the sampled token, then the likeliest ones."""
+
+    token_ids: Int32[np.ndarray, "tokens n+1"]
+    logprobs: Float32[np.ndarray, "tokens n+1"]
+    ranks: Int32[np.ndarray, " tokens"]  # of the sampled token, 1 for the likeliest
+
+
+@attrs.frozen
+class CompletionOutput:
+    """One sample of a prompt."""
+
+    index: int  # which of the prompt's n samples
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None  # stop, length, abort, error; None while it runs
+    stop_reason: int | str | None = None  # the stop id or stop string that ended it; None for end-of-sequence
+    logprobs: SampleLogprobs | None = None
+    seconds: float = 0.0  # from its submission to its last token
+
+
+@attrs.frozen
+class RequestOutput:
+    """A prompt with its samples; the fields of the first sample can be read from it directly."""
+
+    req_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    num_cached_tokens: int = 0  # prompt tokens whose keys and values were found in the cache
+    error: InvalidRequestError | None = None  # the request was refused; it has no outputs
+
+    @property
+    def finished(self) -> bool:
+        """Whether no sample can grow any more."""
+        return self.error is not None or all(o.finish_reason is not None for o in self.outputs)
+
+    def _first(self) -> CompletionOutput:
+        if self.error is not None:
+            raise self.error
+        return self.outputs[0]
+
+    @property
+    def text(self) -> str:
+        """The first sample's text."""
+        return self._first().text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The first sample's tokens."""
+        return self._first().token_ids
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the first sample ended."""
+        return self._first().finish_reason
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """The stop id or stop string that ended the first sample."""
+        return self._first().stop_reason
+
+    @property
+    def logprobs(self) -> SampleLogprobs | None:
+        """The first sample's log-probabilities."""
+        return self._first().logprobs
+
+    @property
+    def seconds(self) -> float:
+        """From submission to the last token of the slowest sample."""
+        return max((o.seconds for o in self.outputs), default=0.0)

@@ -1,0 +1,115 @@
+"""What an engine is made of: the model, how much it can hold, and the buffers for it."""
+
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from purestep.kernels.types import Kernels
+from purestep.pure.errors import InvalidParameterError
+from purestep.pure.models.model import Model
+from purestep.pure.records.batch import BatchLimits
+from purestep.pure.records.params import Params
+from purestep.pure.records.queue import SchedulerConfig
+from purestep.state.buffers import PersistentBuffers
+from purestep.state.loading.load import load_model
+from purestep.state.loading.loaded import LoadedModel
+from purestep.state.run import BoundStep
+
+DEFAULT_KV_CACHE_BYTES = 512 * 2**20
+Source = str | Path | LoadedModel | tuple[Model, Params] | None
+
+
+@attrs.frozen(kw_only=True)
+class Sizes:
+    """How much an engine holds and does at once. None: as much as model and cache allow."""
+
+    kv_cache_bytes: int = DEFAULT_KV_CACHE_BYTES
+    block_size: int = 16
+    max_model_len: int | None = None
+    max_num_reqs: int = 64
+    max_num_batched_tokens: int = 2048
+    enable_prefix_caching: bool = True
+    block_horizon: int = 64  # tokens that running requests are given blocks for ahead of time
+
+    def __attrs_post_init__(self) -> None:
+        for name in (
+            "kv_cache_bytes",
+            "block_size",
+            "max_num_reqs",
+            "max_num_batched_tokens",
+            "block_horizon",
+        ):
+            value = getattr(self, name)
+            if value < 1:
+                raise InvalidParameterError(f"{name}={value}: it must be at least 1")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise InvalidParameterError(
+                f"max_model_len={self.max_model_len}: a prompt and an output need 2 tokens"
+            )
+
+
+def resolve(source: Source, *, dtype: torch.dtype, device: torch.device, tokenizer: Any) -> LoadedModel:
+    """A model from wherever it is: a folder, file or hub id, None for the default, or one already in memory."""
+    if isinstance(source, LoadedModel):
+        return source
+    if isinstance(source, tuple):
+        model, params = source
+        return LoadedModel(name=model.name, model=model, params=params, tokenizer=tokenizer)
+    return load_model(source, dtype=dtype, device=device, tokenizer=tokenizer)
+
+
+def limits_of(loaded: LoadedModel, sizes: Sizes, *, dtype: torch.dtype, seed: int) -> BatchLimits:
+    """What a batch can hold when the KV cache takes `sizes.kv_cache_bytes`.
+
+    Raises:
+        InvalidParameterError: a cache too small for one block beside the null block, or a length that the model's
+            positions do not reach.
+    """
+    model = loaded.model
+    num_groups = 1 + max((layer.group for layer in model.kv_layers), default=0)
+    per_block = sum(
+        2 * sizes.block_size * k.num_kv_heads * k.head_dim * dtype.itemsize for k in model.kv_layers
+    )
+    num_blocks = sizes.kv_cache_bytes // per_block
+    if num_blocks < 2:
+        raise InvalidParameterError(
+            f"kv_cache_bytes={sizes.kv_cache_bytes:,} holds {num_blocks} blocks of {per_block:,} bytes; the null block "
+            f"and one more are needed: give at least {2 * per_block:,}, or a smaller block_size than {sizes.block_size}"
+        )
+    max_model_len = sizes.max_model_len or model.max_position_embeddings
+    if max_model_len > model.max_position_embeddings:
+        raise InvalidParameterError(
+            f"max_model_len={max_model_len}: the model knows {model.max_position_embeddings} positions; ask for no more"
+        )
+    return BatchLimits(
+        max_num_reqs=sizes.max_num_reqs,
+        max_model_len=max_model_len,
+        vocab_size=model.vocab_size,
+        block_sizes=(sizes.block_size,) * num_groups,
+        num_blocks=(num_blocks,) * num_groups,
+        eos_token_ids=loaded.eos_token_ids,
+        seed=seed,
+    )
+
+
+def scheduler_config(limits: BatchLimits, sizes: Sizes) -> SchedulerConfig:
+    """The scheduler's part of the sizes."""
+    return SchedulerConfig(
+        num_blocks=limits.num_blocks,
+        block_sizes=limits.block_sizes,
+        max_num_reqs=limits.max_num_reqs,
+        max_num_batched_tokens=sizes.max_num_batched_tokens,
+        max_model_len=limits.max_model_len,
+        enable_prefix_caching=sizes.enable_prefix_caching,
+        block_horizon=sizes.block_horizon,
+    )
+
+
+def bind(
+    loaded: LoadedModel, limits: BatchLimits, *, dtype: torch.dtype, device: torch.device, kernels: Kernels
+) -> BoundStep:
+    """The step on buffers of its own."""
+    buffers = PersistentBuffers(loaded.model, limits, dtype=dtype, device=device)
+    return BoundStep(buffers=buffers, model=loaded.model, params=loaded.params, kernels=kernels)

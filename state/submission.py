@@ -1,0 +1,100 @@
+"""`Submission`: a prompt on its way through the engine, with its n samples."""
+
+import operator
+from collections.abc import Sequence
+
+from purestep.pure.errors import InvalidParameterError, InvalidRequestError
+from purestep.pure.records.queue import Request
+from purestep.pure.records.sampling_params import SamplingParams
+from purestep.state.loading.tokenizer import Tokenizer
+from purestep.state.results import RequestOutput
+from purestep.state.transcript import Transcript
+
+Prompt = str | Sequence[int]
+
+
+class Submission:
+    """A prompt's id, tokens and transcripts. Its samples are requests of the scheduler, named after it."""
+
+    def __init__(
+        self,
+        req_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        *,
+        add_special_tokens: bool = True,
+    ) -> None:
+        self.req_id = req_id
+        self.params = params
+        self.prompt = prompt if isinstance(prompt, str) else None
+        self.prompt_token_ids = _token_ids(prompt, tokenizer, add_special_tokens)
+        self.transcripts = tuple(Transcript(i, params, tokenizer) for i in range(params.n))
+        self.sample_ids = (req_id,) if params.n == 1 else tuple(f"{req_id}#{i}" for i in range(params.n))
+        self.num_cached_tokens = 0
+
+    def requests(self, *, arrival: int, stream: int, priority: int, eos: tuple[int, ...]) -> list[Request]:
+        """The samples as the scheduler's requests; all but the first share the first one's prompt blocks."""
+        first = self.sample_ids[0]
+        return [
+            Request(
+                req_id=sample_id,
+                prompt_token_ids=self.prompt_token_ids,
+                sampling_params=self.params,
+                priority=priority,
+                arrival=arrival + i,
+                stream=stream + i,
+                eos_token_ids=eos,
+                fork_of=None if i == 0 else first,
+            )
+            for i, sample_id in enumerate(self.sample_ids)
+        ]
+
+    def output(self) -> RequestOutput:
+        """The prompt and its samples so far."""
+        return RequestOutput(
+            req_id=self.req_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=tuple(t.output() for t in self.transcripts),
+            num_cached_tokens=self.num_cached_tokens,
+        )
+
+
+def _token_ids(prompt: Prompt, tokenizer: Tokenizer | None, add_special_tokens: bool) -> tuple[int, ...]:
+    if not isinstance(prompt, str):
+        try:
+            return tuple(operator.index(token) for token in prompt)
+        except TypeError:
+            raise InvalidRequestError(
+                f"a prompt is text or token ids (whole numbers), got {prompt!r}"
+            ) from None
+    if tokenizer is None:
+        raise InvalidRequestError(
+            "a prompt is text, and this model has no tokenizer: give token ids, or a tokenizer"
+        )
+    return tuple(tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
+
+
+def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many, as a list: text, or a sequence of ids, is one."""
+    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def one_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams | None]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * num_prompts
+    if len(params) != num_prompts:
+        raise InvalidParameterError(
+            f"{num_prompts} prompts with {len(params)} sampling parameters: give one for all, or one for each"
+        )
+    return list(params)
+
+
+def refused_output(name: str, prompt: Prompt, error: InvalidRequestError) -> RequestOutput:
+    text, ids = (prompt, ()) if isinstance(prompt, str) else (None, tuple(prompt))
+    return RequestOutput(req_id=name, prompt=text, prompt_token_ids=ids, outputs=(), error=error)

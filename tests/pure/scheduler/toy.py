@@ -1,0 +1,288 @@
+"""A toy device and a driver: the scheduler against a model whose every token can be foretold.
+
+The next token is a function of a request's id and of its whole history as read through the block tables from a cache of
+tokens. So a block that was shared, evicted, copied or handed out wrongly changes a token, or is found out where it lies.
+"""
+
+import zlib
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from purestep.pure.records.outputs import StepOutput
+from purestep.pure.records.queue import Finished, Queue, Request, SchedulerConfig
+from purestep.pure.records.sampling_params import SamplingParams
+from purestep.pure.records.scheduler_output import SchedulerOutput
+from purestep.pure.scheduler import abort, add, check_invariants, make_queue, schedule, set_version, update
+
+VOCAB = 7
+
+
+def config(**changes: object) -> SchedulerConfig:
+    """Blocks of 4 tokens, 15 of them."""
+    fields: dict[str, object] = {
+        "num_blocks": (16,),
+        "block_sizes": (4,),
+        "max_num_reqs": 4,
+        "max_num_batched_tokens": 32,
+        "max_model_len": 64,
+    }
+    return SchedulerConfig(**(fields | changes))  # type: ignore[arg-type]
+
+
+def request(req_id: str, prompt: Iterable[int] = (1, 2, 3), **fields: object) -> Request:
+    """A request; fields of its sampling parameters may be given too. It has no end-of-sequence id unless asked."""
+    own = {"priority", "arrival", "stream", "salt", "adapter", "eos_token_ids", "fork_of"}
+    params = SamplingParams(**{name: value for name, value in fields.items() if name not in own})  # type: ignore[arg-type]
+    return Request(req_id, tuple(prompt), params, **{n: v for n, v in fields.items() if n in own})  # type: ignore[arg-type]
+
+
+def next_token(req_id: str, history: Iterable[int]) -> int:
+    """What the toy model says."""
+    return zlib.crc32(repr((req_id, tuple(history))).encode()) % VOCAB
+
+
+def foretold(
+    request: Request, config: SchedulerConfig, nan_at: int | None = None
+) -> tuple[tuple[int, ...], str, int | None]:
+    """Tokens, finish reason and stop reason of a request that runs alone."""
+    params, outputs = request.sampling_params, list[int]()
+    while True:
+        if len(outputs) == nan_at:
+            return tuple(outputs), "error", None
+        outputs.append(next_token(request.req_id, request.prompt_token_ids + tuple(outputs)))
+        length = len(request.prompt_token_ids) + len(outputs)
+        if len(outputs) >= params.min_tokens:
+            if outputs[-1] in request.eos_token_ids and not params.ignore_eos:
+                return tuple(outputs), "stop", None
+            if outputs[-1] in params.stop_token_ids:
+                return tuple(outputs), "stop", outputs[-1]
+        if len(outputs) == params.max_tokens or length in (config.max_model_len, config.capacity + 1):
+            return tuple(outputs), "length", None
+
+
+class Device:
+    """Runs scheduler outputs as they come, and believes nothing that it can check."""
+
+    def __init__(self, config: SchedulerConfig, *, freezes: bool) -> None:
+        self.config = config
+        self.freezes = freezes  # rows that end, as the real one does where it knows of the end
+        self.version = 0
+        self.good_versions = {0}
+        self.nan_at: Mapping[str, int] = {}
+        self.cells: dict[tuple[int, int, int], tuple[int, int, int, str]] = {}  # group, block, offset
+        self.tables: dict[str, list[list[int]]] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.requests: dict[str, tuple[int, str]] = {}  # prompt length, salt and adapter
+        self.ends: dict[str, int] = {}  # outputs after which the row does nothing any more
+        self.frozen: set[str] = set()
+        self.num_computed: dict[str, int] = {}
+        self.batch: set[str] = set()
+
+    def run(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> StepOutput:
+        """One step; its output, in the order of the batch."""
+        for req_id in output.finished_req_ids:
+            assert req_id in self.tokens, f"{req_id} was never here"
+            for known in (self.tables, self.tokens, self.requests, self.num_computed, self.ends):
+                known.pop(req_id)
+            self.batch.discard(req_id)
+            self.frozen.discard(req_id)
+        assert output.preempted_req_ids <= self.tokens.keys()
+        assert output.total_num_scheduled_tokens <= self.config.max_num_batched_tokens
+        assert len(output.req_ids) <= self.config.max_num_reqs
+        assert (output.num_scheduled_tokens >= 1).all()
+        self._take_new(output, requests)
+        self._take_cached(output)
+        self._copy(output)
+        self._check_writers(output)
+        self.batch = set(output.req_ids)
+        rows = [self._run_row(r, n) for r, n in output.num_scheduled_tokens_by_id.items()]
+        tokens, computed, nans = zip(*rows, strict=True) if rows else ((), (), ())
+        return StepOutput(
+            np.array(tokens, np.int32).reshape(-1, 1),  # type: ignore[arg-type]
+            np.array(computed, np.int32),  # type: ignore[arg-type]
+            np.array([token >= 0 for token in tokens], np.bool_),  # type: ignore[arg-type]
+            np.array(nans, np.bool_),  # type: ignore[arg-type]
+        )
+
+    def _take_new(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
+        for new in output.scheduled_new_reqs:
+            assert new.req_id not in self.tokens, f"{new.req_id} is not new"
+            self.tables[new.req_id] = [list(ids) for ids in new.block_ids]
+            self.tokens[new.req_id] = list(new.prompt_token_ids)
+            request = requests[new.req_id]
+            self.requests[new.req_id] = len(new.prompt_token_ids), repr((request.salt, request.adapter))
+            self.ends[new.req_id] = len(foretold(request, self.config)[0])
+            self.num_computed[new.req_id] = new.num_computed_tokens
+
+    def _take_cached(self, output: SchedulerOutput) -> None:
+        cached = output.scheduled_cached_reqs
+        named = [*cached.req_ids, *(new.req_id for new in output.scheduled_new_reqs)]
+        assert sorted(named) == sorted(output.req_ids)
+        running = [r for r in cached.req_ids if r not in cached.resumed_req_ids]
+        assert list(cached.req_ids[: len(running)]) == running, "resumed requests come last"
+        for req_id, computed, num_outputs in zip(
+            cached.req_ids,
+            cached.num_computed_tokens.tolist(),
+            cached.num_output_tokens.tolist(),
+            strict=True,
+        ):
+            tokens = self.tokens[req_id]
+            if req_id in self.frozen:
+                continue
+            assert len(tokens) == self.requests[req_id][0] + num_outputs, (
+                f"{req_id} has {tokens}, not {num_outputs}"
+            )
+            if req_id not in self.batch or req_id in cached.resumed_req_ids:
+                assert cached.all_token_ids[req_id] == tuple(tokens)
+            if req_id in cached.resumed_req_ids:
+                self.tables[req_id] = [list(ids) for ids in cached.new_block_ids[req_id]]
+            else:
+                assert computed == self.num_computed[req_id]
+                for table, ids in zip(
+                    self.tables[req_id], cached.new_block_ids.get(req_id, ()), strict=False
+                ):
+                    table.extend(ids)
+            self.num_computed[req_id] = computed
+
+    def _copy(self, output: SchedulerOutput) -> None:
+        taken = []
+        for group, pairs in enumerate(output.block_copies):
+            for source, target in pairs:
+                for offset in range(self.config.block_sizes[group]):
+                    cell = self.cells.get((group, source, offset))
+                    taken.append(((group, target, offset), cell))
+        for place, cell in taken:
+            if cell is None:
+                self.cells.pop(place, None)
+            else:
+                self.cells[place] = cell
+
+    def _check_writers(self, output: SchedulerOutput) -> None:
+        for group, size in enumerate(self.config.block_sizes):
+            written: set[int] = set()
+            for req_id, n in output.num_scheduled_tokens_by_id.items():
+                start = self.num_computed[req_id]
+                blocks = self.tables[req_id][group][start // size : (start + n - 1) // size + 1]
+                assert not written.intersection(blocks), "two requests write one block"
+                written.update(blocks)
+            assert 0 not in written
+
+    def _run_row(self, req_id: str, num_tokens: int) -> tuple[int, int, bool]:
+        tokens, start = self.tokens[req_id], self.num_computed[req_id]
+        num_prompt, salt = self.requests[req_id]
+        if req_id in self.frozen:
+            return -1, start, False
+        end = start + num_tokens
+        assert end <= len(tokens) < self.config.max_model_len
+        self.num_computed[req_id] = end
+        for group, size in enumerate(self.config.block_sizes):
+            table = self.tables[req_id][group]
+            for position in range(start, end):
+                cell = tokens[position], position, self.version, salt
+                self.cells[group, table[position // size], position % size] = cell
+            read = [self.cells[group, table[p // size], p % size] for p in range(end)]
+            assert [cell[:2] for cell in read] == [(tokens[p], p) for p in range(end)], (
+                f"{req_id} reads foreign KV"
+            )
+            assert {cell[2] for cell in read} <= self.good_versions, "KV of another version"
+            assert {cell[3] for cell in read} == {salt}, "KV of another salt or adapter"
+        if end < len(tokens):
+            return -1, end, False
+        if self.nan_at.get(req_id) == len(tokens) - num_prompt:
+            self.frozen.add(req_id)
+            return -1, end, True
+        tokens.append(next_token(req_id, tokens))
+        if len(tokens) == num_prompt + self.ends[req_id] and self.freezes:
+            self.frozen.add(req_id)
+        return tokens[-1], end, False
+
+
+class Driver:
+    """A queue and a device, stepped together; every law is checked at every step."""
+
+    def __init__(
+        self, config: SchedulerConfig, nan_at: Mapping[str, int] | None = None, *, freezes: bool = True
+    ) -> None:
+        self.config = config
+        self.queue: Queue = make_queue(config)
+        self.device = Device(config, freezes=freezes)
+        self.device.nan_at = nan_at or {}
+        self.requests: dict[str, Request] = {}
+        self.on_the_way: list[tuple[tuple[str, ...], StepOutput]] = []
+        self.finished: dict[str, Finished] = {}
+        self.outputs: list[SchedulerOutput] = []
+        self.num_added = 0
+
+    def add(self, new: Request) -> None:
+        self.queue = add(self.queue, new)
+        self.requests[new.req_id] = new
+        check_invariants(self.queue)
+
+    def abort(self, *req_ids: str) -> None:
+        self.queue = abort(self.queue, req_ids)
+        for req_id in req_ids:
+            self.requests.pop(req_id, None)
+        check_invariants(self.queue)
+
+    def set_version(self, version: int, *, keep_kv: bool = False) -> None:
+        self.queue = set_version(self.queue, version, keep_kv=keep_kv)
+        self.device.version = version
+        self.device.good_versions = {version, *(self.device.good_versions if keep_kv else ())}
+        check_invariants(self.queue)
+
+    def schedule(self) -> SchedulerOutput:
+        """Schedule and run a step; its output stays on its way."""
+        idle, before = not self.on_the_way, self.queue
+        self.queue, output = schedule(before)
+        check_invariants(self.queue)
+        if output.preempted_req_ids and before.news.preempted_req_ids != output.preempted_req_ids:
+            self._check_preemption(before)
+        if idle:
+            assert bool(output.req_ids) == bool(self.requests), "requests are there and nothing runs"
+        result = self.device.run(output, self.requests)
+        self.outputs.append(output)
+        if output.req_ids:
+            self.on_the_way.append((output.req_ids, result))
+        return output
+
+    def settle(self) -> None:
+        """Take in the oldest output that is on its way."""
+        req_ids, result = self.on_the_way.pop(0)
+        self.queue, finished = update(self.queue, req_ids, result)
+        check_invariants(self.queue)
+        for done in finished:
+            new = self.requests.pop(done.req_id)
+            told = foretold(new, self.config, self.device.nan_at.get(new.req_id))
+            assert (done.token_ids, done.reason, done.stop_reason) == told
+            self.finished[done.req_id] = done
+
+    def step(self) -> SchedulerOutput:
+        output = self.schedule()
+        if output.req_ids:
+            self.settle()
+        return output
+
+    def drain(self, lag: int = 0) -> int:
+        """Run until nothing is left, outputs coming in so many steps late; the number of steps."""
+        work = sum(
+            min(self.config.max_model_len, len(r.prompt_token_ids) + 64) for r in self.requests.values()
+        )
+        for num_steps in range(20 * work + 20):
+            if not self.requests and not self.on_the_way:
+                return num_steps
+            output = self.schedule()
+            while len(self.on_the_way) > (lag if output.req_ids else 0):
+                self.settle()
+        raise AssertionError(f"{sorted(self.requests)} do not end")
+
+    def _check_preemption(self, before: Queue) -> None:
+        """Nobody is preempted for want of blocks that a row holds ahead of need."""
+        counts = before.running.counts
+        for row, residence in enumerate(before.running.residences):
+            for pool, blocks, size in zip(
+                before.pools, residence.blocks, self.config.block_sizes, strict=True
+            ):
+                assert pool.num_available or len(blocks) <= -(-int(counts.num_tokens[row]) // size), (
+                    "preempted while blocks were held ahead"
+                )

@@ -1,0 +1,345 @@
+"""The engine: results independent of how they were asked for, errors that touch nobody else, memory that comes back."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from purestep.kernels.donating import donating
+from purestep.kernels.reference import reference
+from purestep.pure.errors import (
+    DuplicateRequestError,
+    InvalidParameterError,
+    InvalidRequestError,
+    PromptTooLongError,
+    StaleStateError,
+)
+from purestep.pure.models.initialize import random_params, tiny_config
+from purestep.pure.models.llama import llama
+from purestep.pure.record import replace
+from purestep.pure.records.params import Params
+from purestep.pure.records.sampling_params import SamplingParams
+from purestep.state.buffers import leaves
+from purestep.state.engine import Engine
+
+CONFIG = tiny_config()
+MODEL = llama(CONFIG)
+PARAMS = random_params(CONFIG, seed=1, std=0.5)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
+PROMPTS = [(5, 9, 2, 7), (1, 1, 3), (40, 8, 22, 17, 5, 6, 30, 2, 9), (5, 9, 2, 8)]
+
+
+def engine(**changes: Any) -> Engine:
+    settings = {"kv_cache_bytes": 40 * 1024, "block_size": 4, "max_model_len": 48, "max_num_reqs": 8}
+    return Engine((MODEL, PARAMS), **(settings | changes))
+
+
+def tokens(prompts: Any, params: Any = GREEDY, **changes: Any) -> list[tuple[int, ...]]:
+    with engine(**changes) as own:
+        return [result.token_ids for result in own.generate(prompts, params, progress=False)]
+
+
+@settings(max_examples=20)
+@given(
+    st.lists(st.lists(st.integers(0, 63), min_size=1, max_size=20), min_size=1, max_size=5),
+    st.integers(3, 32),
+    st.integers(1, 4),
+    st.booleans(),
+)
+def test_a_prompt_gets_the_same_tokens_alone_and_in_any_company(
+    prompts: list[list[int]], budget: int, num_reqs: int, caching: bool
+) -> None:
+    together = tokens(
+        prompts,
+        max_num_batched_tokens=budget,
+        max_num_reqs=num_reqs,
+        enable_prefix_caching=caching,
+        kv_cache_bytes=14 * 1024,  # too few blocks for all: some are preempted
+    )
+
+    assert together == [tokens([prompt])[0] for prompt in prompts]
+
+
+def test_a_streamed_answer_ends_as_the_generated_one_and_only_grows() -> None:
+    with engine() as own:
+        seen = [result.token_ids for result in own.stream(PROMPTS[0], GREEDY)]
+
+    assert seen[-1] == tokens(PROMPTS[0])[0]
+    assert all(later[: len(earlier)] == earlier for earlier, later in zip(seen, seen[1:], strict=False))
+
+
+def test_leaving_a_stream_early_frees_its_blocks() -> None:
+    with engine() as own:
+        free = own.num_free_blocks
+        for _ in own.stream(PROMPTS, GREEDY):
+            break
+
+        assert not own.has_unfinished()
+        assert own.num_free_blocks == free
+
+
+def test_online_use_gives_the_tokens_of_offline_use() -> None:
+    with engine() as own:
+        for i, prompt in enumerate(PROMPTS):
+            own.add_request(f"r{i}", prompt, GREEDY)
+        results = {}
+        while own.has_unfinished():
+            results |= {output.req_id: output for output in own.step()}
+
+    assert [results[f"r{i}"].token_ids for i in range(len(PROMPTS))] == tokens(PROMPTS)
+
+
+def test_generate_keeps_the_results_of_online_requests_for_step() -> None:
+    with engine() as own:
+        own.add_request("online", PROMPTS[1], replace(GREEDY, max_tokens=2))
+        own.generate(PROMPTS[0], GREEDY, progress=False)
+
+        delivered = [output for output in own.step() if output.finished]
+
+    assert [output.token_ids for output in delivered] == [tokens(PROMPTS[1])[0][:2]]
+
+
+def test_samples_of_a_prompt_differ_and_come_again() -> None:
+    params = SamplingParams(n=4, seed=11, max_tokens=8)
+    with engine() as own:
+        first = own.generate(PROMPTS[2], params, progress=False)[0]
+        second = own.generate(PROMPTS[2], params, progress=False)[0]
+
+    samples = [output.token_ids for output in first.outputs]
+    assert len(set(samples)) == 4
+    assert samples == [output.token_ids for output in second.outputs]
+
+
+def test_prompts_that_share_a_seed_draw_from_different_streams() -> None:
+    assert len(set(tokens([PROMPTS[0]] * 8, SamplingParams(seed=3, max_tokens=8)))) == 8
+
+
+def test_without_a_seed_two_calls_differ() -> None:
+    params = SamplingParams(max_tokens=12)
+    with engine() as own:
+        first, second = (own.generate(PROMPTS[0], params, progress=False)[0].token_ids for _ in range(2))
+
+    assert first != second
+
+
+def test_samples_share_the_blocks_of_their_prompt() -> None:
+    prompt = list(range(24))
+    with engine(enable_prefix_caching=False) as own:
+        own.add_request("r", prompt, SamplingParams(n=4, seed=1, max_tokens=8, ignore_eos=True))
+        free = own.num_free_blocks
+        while all(len(output.token_ids) < 2 for output in own.step()[0].outputs[1:]):
+            pass
+        used = free - own.num_free_blocks
+
+    assert used < 4 * 7  # 24 tokens and a few more are 7 blocks of 4; six of them are shared
+    assert used <= 6 + 4 * 3
+
+
+def test_a_second_prompt_with_the_same_beginning_finds_it_cached() -> None:
+    prompt = list(range(20))
+    with engine() as own:
+        first = own.generate(prompt, GREEDY, progress=False)[0]
+        second = own.generate(prompt, GREEDY, progress=False)[0]
+
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 19)
+    assert first.token_ids == second.token_ids
+
+
+BAD = {
+    "empty prompt": ((), GREEDY, InvalidRequestError),
+    "over-long prompt": (tuple([1] * 48), GREEDY, PromptTooLongError),
+    "unknown token": ((1, 64), GREEDY, InvalidRequestError),
+    "negative token": ((1, -1), GREEDY, InvalidRequestError),
+    "text without a tokenizer": ("hello", GREEDY, InvalidRequestError),
+    "no whole number": ((1, 2.5), GREEDY, InvalidRequestError),
+    "NaN temperature": ((1,), SamplingParams(temperature=float("nan")), InvalidParameterError),
+    "negative top_p": ((1,), SamplingParams(top_p=-0.1), InvalidParameterError),
+    "unknown id in bias": ((1,), SamplingParams(logit_bias={64: 1.0}), InvalidParameterError),
+    "unknown id in allowed set": ((1,), SamplingParams(allowed_token_ids=[99]), InvalidParameterError),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_request_is_refused_by_name_while_its_neighbours_finish(name: str) -> None:
+    prompt, params, error = BAD[name]
+    with engine() as own:
+        own.add_request("good", PROMPTS[0], GREEDY)
+        own.step()
+        with pytest.raises(error):
+            own.add_request("bad", prompt, params)
+        results = own.generate([PROMPTS[1], prompt], [GREEDY, params], progress=False, on_error="return")
+
+        assert results[0].token_ids == tokens(PROMPTS[1])[0]
+        assert isinstance(results[1].error, error)
+        with pytest.raises(error):
+            own.generate([PROMPTS[1], prompt], [GREEDY, params], progress=False)
+        good = [output for output in own.step() if output.req_id == "good"][-1]
+        assert good.token_ids == tokens(PROMPTS[0])[0]
+        assert not own.has_unfinished()
+
+
+def test_an_id_in_use_is_refused_and_free_again_afterwards() -> None:
+    with engine() as own:
+        own.add_request("r", PROMPTS[0], GREEDY)
+        with pytest.raises(DuplicateRequestError, match="'r' is in use"):
+            own.add_request("r", PROMPTS[1], GREEDY)
+        own.abort("r")
+        own.add_request("r", PROMPTS[1], GREEDY)
+
+
+def test_a_prompt_that_can_never_fit_the_cache_is_refused_with_the_numbers() -> None:
+    with (
+        engine(kv_cache_bytes=4 * 1024) as own,
+        pytest.raises(PromptTooLongError, match="12"),
+    ):
+        own.add_request("r", [1] * 20, GREEDY)
+
+
+@pytest.mark.parametrize("kv_cache_bytes", [0, 1, 1024])
+def test_a_cache_without_a_block_is_refused(kv_cache_bytes: int) -> None:
+    with pytest.raises(InvalidParameterError, match="kv_cache_bytes"):
+        engine(kv_cache_bytes=kv_cache_bytes)
+
+
+def test_abort_gives_what_there_is_and_frees_the_blocks() -> None:
+    with engine() as own:
+        free = own.num_free_blocks
+        own.add_request("r", PROMPTS[0], GREEDY)
+        own.step()
+        own.step()
+
+        (aborted,) = own.abort(["r", "unknown"])
+
+        assert (aborted.finish_reason, aborted.token_ids) == ("abort", tokens(PROMPTS[0])[0][:2])
+        assert own.num_free_blocks == free
+        assert own.step() == []
+
+
+def interrupting(after: int) -> Any:
+    """Kernels that raise KeyboardInterrupt in their n-th attention, as Ctrl-C does in the midst of a step."""
+    calls = [0]
+
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == after:
+            raise KeyboardInterrupt
+        return donating.attend(*args, **kwargs)
+
+    return replace(donating, attend=attend)
+
+
+@pytest.mark.parametrize("after", [1, 2, 5, 8])
+def test_ctrl_c_leaves_the_engine_usable_with_all_blocks_free(after: int) -> None:
+    with engine(kernels=interrupting(after)) as own:
+        free = own.num_free_blocks
+        own.add_request("online", PROMPTS[2], GREEDY)
+        with pytest.raises(KeyboardInterrupt):
+            own.generate(PROMPTS, GREEDY, progress=False)
+
+        results = {}
+        while own.has_unfinished():
+            results |= {output.req_id: output for output in own.step()}
+        assert results["online"].token_ids == tokens(PROMPTS[2])[0]
+        assert own.num_free_blocks == free
+        assert own.generate(PROMPTS[0], GREEDY, progress=False)[0].token_ids == tokens(PROMPTS[0])[0]
+
+
+def test_new_weights_never_meet_keys_and_values_of_old_ones() -> None:
+    prompt, other = list(range(16)), random_params(CONFIG, seed=2, std=0.5)
+    with engine() as own:
+        own.generate(prompt, GREEDY, progress=False)
+        own.add_request("running", PROMPTS[2], replace(GREEDY, max_tokens=10))
+        own.step()
+        own.update_weights(other)
+        result = own.generate(prompt, GREEDY, progress=False)[0]
+
+    with Engine((MODEL, other), kv_cache_bytes=2**20, max_model_len=48) as fresh:
+        expected = fresh.generate(prompt, GREEDY, progress=False)[0]
+    assert result.num_cached_tokens == 0
+    assert result.token_ids == expected.token_ids
+
+
+def test_a_running_request_goes_on_under_new_weights_as_if_its_tokens_were_its_prompt() -> None:
+    other = random_params(CONFIG, seed=2, std=0.5)
+    with engine() as own:
+        own.add_request("r", PROMPTS[2], replace(GREEDY, max_tokens=8))
+        own.step()
+        (before,) = own.step()
+        own.update_weights(Params(other.tree))
+        while own.has_unfinished():
+            (after,) = own.step()
+
+    with Engine((MODEL, other), kv_cache_bytes=2**20, max_model_len=48) as fresh:
+        rest = fresh.generate(PROMPTS[2] + before.token_ids, replace(GREEDY, max_tokens=6), progress=False)[0]
+    assert after.token_ids == before.token_ids + rest.token_ids
+
+
+def test_kept_keys_and_values_are_shared_when_the_caller_says_so() -> None:
+    prompt = list(range(16))
+    with engine() as own:
+        own.generate(prompt, GREEDY, progress=False)
+        own.update_weights(own.params, keep_kv=True)
+
+        assert own.generate(prompt, GREEDY, progress=False)[0].num_cached_tokens == 15
+
+
+def test_weights_of_another_shape_are_refused_and_nothing_changes() -> None:
+    wrong = pytree.tree_map(lambda leaf: leaf.double(), PARAMS.tree)
+    with engine() as own:
+        with pytest.raises(InvalidParameterError, match=r"\['embed'\].*float64"):
+            own.update_weights(wrong)
+        assert own.params is PARAMS
+
+
+def test_a_row_of_nan_ends_as_an_error_and_its_neighbours_do_not_notice() -> None:
+    poisoned = 33
+
+    def embed(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        hidden = reference.embed(weight, ids)
+        return torch.where((ids == poisoned)[:, None], float("nan"), hidden)
+
+    with engine(kernels=replace(donating, embed=embed)) as own:
+        bad, good = own.generate([[1, 2, 3, 4, poisoned], PROMPTS[0]], GREEDY, progress=False)
+        again = own.generate([1, 2, 3, 4, 9], GREEDY, progress=False)[0]
+
+    assert (bad.finish_reason, bad.token_ids) == ("error", ())
+    assert good.token_ids == tokens(PROMPTS[0])[0]
+    assert again.num_cached_tokens == 0  # no block of the poisoned request was offered
+
+
+def test_closing_or_dropping_the_engine_frees_every_buffer() -> None:
+    for drop in (False, True):
+        own = engine()
+        own.generate(PROMPTS, GREEDY, progress=False)
+        refs = [weakref.ref(leaf) for _, leaf in leaves(own._now.leased.value)]
+        if drop:
+            del own
+        else:
+            own.close()
+        gc.collect()
+
+        assert [ref() for ref in refs] == [None] * len(refs)
+
+
+def test_a_closed_engine_says_so() -> None:
+    own = engine()
+    own.close()
+    own.close()
+
+    with pytest.raises(StaleStateError, match="closed"):
+        own.generate(PROMPTS[0], GREEDY, progress=False)
+
+
+def test_a_fully_cached_prompt_computes_its_last_token_again() -> None:
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6]
+    with engine(block_size=4) as own:
+        first = own.generate(prompt, GREEDY, progress=False)[0]
+        second = own.generate(prompt, GREEDY, progress=False)[0]
+
+    assert second.num_cached_tokens == 7
+    assert first.token_ids == second.token_ids

@@ -1,0 +1,226 @@
+"""Replaying a recorded run of upstream's engine: its SchedulerOutputs go in, its numbers must come out.
+
+The order within a batch is not compared: upstream's rows move, ours do not. Everything is compared by request.
+"""
+
+import base64
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from purestep.kernels.types import Kernels
+from purestep.pure.forward import compute_logits
+from purestep.pure.initial import initial_state
+from purestep.pure.interop import scheduler_output_from_vllm
+from purestep.pure.plan import plan_step
+from purestep.pure.record import replace
+from purestep.pure.records.batch import BatchLimits, InputBatch
+from purestep.pure.records.outputs import StepOutput
+from purestep.pure.records.state import ExecuteModelState
+from purestep.pure.settle import settle
+from purestep.pure.step import execute, sample
+from purestep.pure.update import update_states
+from purestep.state.loading.loaded import LoadedModel
+
+Json = dict[str, Any]
+
+LOGPROB_TOLERANCE = 1e-4
+
+
+def why_not(trace: Json) -> str | None:
+    """What a recorded run needs that the step does not have, or None."""
+    meta, steps = trace["meta"], trace["steps"]
+    reasons = {
+        "speculation": meta["num_spec_tokens"] > 0,
+        "asynchrony": meta["async_scheduling"],
+        "several KV groups": len(meta["kv_cache_groups"]) > 1,
+        "grammar": any(step.get("grammar") for step in steps),
+        "experts": "moe" in meta["model"],
+        "an encoder": "whisper" in meta["model"],
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def matrix(entry: Json) -> Tensor:
+    """A recorded float32 matrix."""
+    return torch.from_numpy(
+        np.frombuffer(base64.b64decode(entry["f32_base64"]), "<f4").reshape(entry["shape"]).copy()
+    )
+
+
+class Replay:
+    """One run: the records of our loop, and what has to be remembered between steps to compare."""
+
+    def __init__(self, trace: Json, loaded: LoadedModel, kernels: Kernels) -> None:
+        meta = trace["meta"]
+        self.steps, self.loaded, self.kernels = trace["steps"], loaded, kernels
+        self.limits = BatchLimits(
+            max_num_reqs=meta["max_num_seqs"],
+            max_model_len=meta["max_model_len"],
+            vocab_size=meta["vocab_size"],
+            block_sizes=(meta["block_size"],),
+            num_blocks=(meta["num_blocks"],),
+            eos_token_ids=loaded.eos_token_ids,
+        )
+        self.batch = self.absorbed = InputBatch.make_empty(self.limits)
+        self.state = initial_state(loaded.model, self.limits)
+        self.generators: dict[str, torch.Generator] = {}
+        self.prompt_logprobs: dict[str, list[Tensor]] = {}
+
+    def run(self) -> None:
+        """Replay every step and compare what is recorded of it."""
+        for step in self.steps:
+            output = scheduler_output_from_vllm(step["scheduler_output"])
+            self.batch = update_states(self.batch, output)
+            compare_batch(self.batch, step)
+            if output.total_num_scheduled_tokens:
+                self._device_step(step)
+
+    def _device_step(self, step: Json) -> None:
+        batch, kernels = self.batch, self.kernels
+        inbox = plan_step(batch, self.absorbed).inbox.to("cpu")
+        with torch.no_grad():
+            executed = execute(
+                self.loaded.model, self.loaded.params, replace(self.state, inbox=inbox), kernels=kernels
+            )
+            compare_inputs(batch, executed, step)
+            self._compare_prompt_logprobs(executed, step)
+            self.state, output = sample(executed, kernels=kernels, exponential=self._noise(step))
+        compare_output(batch, output, step)
+        self.absorbed = batch
+        self.batch = settle(batch, batch, output)
+        compare_bookkeeping(self.batch, step)
+
+    def _noise(self, step: Json) -> Tensor | None:
+        """The recorded noise, in the order of our batch; where it was not recorded, drawn as it was then."""
+        theirs = step["model_runner_output"]["req_ids"]
+        if step.get("sample_noise"):
+            (entry,) = step["sample_noise"]
+            return matrix(entry)[[theirs.index(req_id) for req_id in self.batch.req_ids]]
+        if not self.batch.layout.bounds.sampler.random:
+            return None
+        noise = torch.ones(len(self.batch.req_ids), self.limits.vocab_size)
+        for index, req_id in enumerate(self.batch.req_ids):
+            params = self._params(req_id)
+            if params.is_random and step["model_runner_output"]["sampled_token_ids"][theirs.index(req_id)]:
+                if req_id not in self.generators:
+                    self.generators[req_id] = torch.Generator().manual_seed(params.seed)
+                noise[index].exponential_(generator=self.generators[req_id])
+        return noise
+
+    def _params(self, req_id: str) -> Any:
+        return self.batch.rows.requests[self.batch.row_of[req_id]].sampling_params  # type: ignore[union-attr]
+
+    def _compare_prompt_logprobs(self, executed: ExecuteModelState, step: Json) -> None:
+        """Each prompt token's log-probability comes from the hidden state before it, over all chunks."""
+        batch, starts = self.batch, executed.inputs.query_start_loc.tolist()
+        recorded = step["model_runner_output"]["prompt_logprobs"]
+        for index, req_id in enumerate(batch.req_ids):
+            row, wanted = batch.row_of[req_id], self._params(req_id).prompt_logprobs
+            first = int(executed.inputs.positions[starts[index]])
+            prompt = batch.rows.tokens[row].array[: batch.columns.num_prompt_tokens[row]]  # type: ignore[union-attr]
+            count = min(starts[index + 1] - starts[index], len(prompt) - 1 - first)
+            if wanted is None or count < 1:
+                continue
+            logits = compute_logits(
+                self.loaded.model,
+                self.loaded.params,
+                executed.hidden_states,
+                torch.arange(starts[index], starts[index] + count),
+                kernels=self.kernels,
+            )
+            targets = torch.tensor(prompt[first + 1 : first + 1 + count])
+            ids, values, ranks = self.kernels.gather_logprobs(logits.log_softmax(-1), targets, wanted)
+            chunks = self.prompt_logprobs.setdefault(req_id, [])
+            chunks.append(torch.cat([ids.double(), values.double(), ranks[:, None].double()], 1))
+            if first + count == len(prompt) - 1:
+                ours = torch.cat(chunks)
+                theirs = recorded.pop(req_id)
+                compare_logprobs(ours[:, : wanted + 1], ours[:, wanted + 1 : -1], ours[:, -1], theirs)
+        assert not recorded
+
+
+def compare_batch(batch: InputBatch, step: Json) -> None:
+    """Every request, in a row or parked, has the recorded tokens, blocks and counts."""
+    recorded = step["batch_after_update"]
+    assert set(batch.req_ids) == set(recorded["req_ids"])
+    for index, req_id in enumerate(recorded["req_ids"]):
+        row = batch.row_of[req_id]
+        assert batch.rows.tokens[row].tolist() == recorded["token_ids"][index]  # type: ignore[union-attr]
+        assert batch.rows.block_ids[0][row].tolist() == recorded["block_table"][0][index]  # type: ignore[union-attr]
+        assert batch.columns.num_prompt_tokens[row] == recorded["num_prompt_tokens"][index]
+        assert batch.columns.num_tokens[row] == recorded["num_tokens_no_spec"][index]
+        assert batch.columns.num_computed_tokens_settled[row] == recorded["num_computed_tokens"][index]
+    cached = step["requests_after_update"]
+    assert batch.row_of.keys() | batch.parked.keys() == cached.keys()
+    for req_id, entry in batch.parked.items():
+        assert len(entry.tokens) == cached[req_id]["num_tokens"]
+        assert entry.tokens.tolist()[entry.request.num_prompt_tokens :] == cached[req_id]["output_token_ids"]
+
+
+def compare_inputs(batch: InputBatch, executed: ExecuteModelState, step: Json) -> None:
+    """The forward pass read, wrote and asked for what is recorded, request by request."""
+    recorded, theirs = step["prepare_inputs"], step["batch_after_update"]["req_ids"]
+    inputs = executed.inputs
+    starts, their_starts = inputs.query_start_loc.tolist(), recorded["query_start_loc"]
+    scheduled = step["scheduler_output"]["num_scheduled_tokens"]
+    logits = matrix(step["logits"]) if step.get("logits") else None
+    assert len(batch.req_ids) == len(theirs) == len(inputs.seq_lens)
+    for index, req_id in enumerate(batch.req_ids):
+        other = theirs.index(req_id)
+        ours = slice(starts[index], starts[index + 1])
+        recorded_part = slice(their_starts[other], their_starts[other + 1])
+        assert ours.stop - ours.start == scheduled[req_id]
+        assert inputs.input_ids[ours].tolist() == recorded["input_ids"][recorded_part]
+        assert inputs.positions[ours].tolist() == recorded["positions"][recorded_part]
+        assert inputs.slot_mapping[0, ours].tolist() == recorded["slot_mapping"][0][recorded_part]
+        assert inputs.seq_lens[index] == recorded["seq_lens"][other]
+        assert bool(inputs.discard[index]) == recorded["discard_request_mask"][other]
+        from_end = recorded["logits_indices"][other] - recorded_part.stop
+        assert int(inputs.logits_indices[index]) - ours.stop == from_end
+        if logits is not None:
+            tolerance = 2e-5 * float(logits[other].abs().max())
+            torch.testing.assert_close(executed.logits[index], logits[other], rtol=0, atol=tolerance)  # type: ignore[index]
+
+
+def compare_output(batch: InputBatch, output: StepOutput, step: Json) -> None:
+    """Kept tokens, log-probabilities, and the device's word on who is done."""
+    recorded = step["model_runner_output"]
+    assert len(recorded["req_ids"]) == len(batch.req_ids)
+    finished = {out["req_id"] for out in step["engine_outputs"] if out["finish_reason"] in ("stop", "length")}
+    for index, req_id in enumerate(batch.req_ids):
+        other = recorded["req_ids"].index(req_id)
+        kept = [token for token in output.sampled_token_ids[index].tolist() if token >= 0]
+        assert kept == recorded["sampled_token_ids"][other]
+        assert bool(output.active[index]) == (req_id not in finished)
+        assert not output.has_nan[index]
+        if recorded["logprobs"] is not None:
+            tensors = output.logprobs_tensors
+            assert tensors is not None
+            row = slice(index, index + 1)
+            theirs = {key: recorded["logprobs"][key][other : other + 1] for key in ("token_ids", "logprobs", "ranks")}
+            ours = tensors.logprob_token_ids[row], tensors.logprobs[row], tensors.selected_token_ranks[row]
+            compare_logprobs(*ours, theirs)
+    if recorded["logprobs"] is None:
+        assert output.logprobs_tensors is None
+
+
+def compare_logprobs(ids: Tensor, values: Tensor, ranks: Tensor, recorded: Mapping[str, Any]) -> None:
+    """Ids and ranks exactly, values up to rounding; the recorded logits have no ties."""
+    assert ids.tolist() == recorded["token_ids"]
+    assert ranks.tolist() == recorded["ranks"]
+    expected = torch.tensor(recorded["logprobs"], dtype=values.dtype)
+    torch.testing.assert_close(values, expected, rtol=0, atol=LOGPROB_TOLERANCE)
+
+
+def compare_bookkeeping(batch: InputBatch, step: Json) -> None:
+    """After the step the host knows the recorded outputs."""
+    recorded: Json = step["after_bookkeeping"]["output_token_ids"]
+    assert batch.row_of.keys() == recorded.keys()
+    for req_id, row in batch.row_of.items():
+        tokens, prompt = batch.rows.tokens[row], int(batch.columns.num_prompt_tokens[row])
+        assert tokens.tolist()[prompt:] == recorded[req_id]  # type: ignore[union-attr]
+        assert batch.columns.num_tokens[row] == prompt + len(recorded[req_id])

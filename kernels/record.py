@@ -38,8 +38,9 @@ def record(*, static: bool = False) -> Callable[[type[T]], type[T]]: ...
 def record(cls: type[T] | None = None, /, *, static: bool = False) -> Any:
     """Make a frozen, slotted attrs class and register it as a torch pytree.
 
-    Fields are subtrees; those declared by `static()` are part of the structure. `record(static=True)` is for
-    plain values (a batch descriptor, sampling parameters): no leaves; compared and hashed by value.
+    Fields are subtrees; those declared by `static()`, and those that are None, are part of the structure.
+    `record(static=True)` is for plain values (a batch descriptor, sampling parameters): no leaves; compared and
+    hashed by value.
 
     Raises:
         TypeError: a field with something of attrs that records do not have (validators, factories, kw_only).
@@ -113,19 +114,28 @@ def _register(cls: type[Any], fields: Any, all_static: bool) -> None:
     leaves = tuple(f.name for f in fields if not (all_static or f.metadata.get("static")))
     structure = tuple(f.name for f in fields if all_static or f.metadata.get("static"))
 
+    def context_of(instance: Any) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+        # A field that is None is structure, as in JAX: vmap and grad refuse leaves that are no tensors.
+        present = tuple(n for n in leaves if getattr(instance, n) is not None)
+        return present, tuple(getattr(instance, n) for n in structure)
+
     def flatten(instance: Any) -> tuple[list[Any], Any]:
-        return [getattr(instance, n) for n in leaves], tuple(getattr(instance, n) for n in structure)
+        context = context_of(instance)
+        return [getattr(instance, n) for n in context[0]], context
 
     def flatten_with_keys(instance: Any) -> tuple[list[Any], Any]:
-        children = [(pytree.GetAttrKey(n), getattr(instance, n)) for n in leaves]
-        return children, tuple(getattr(instance, n) for n in structure)
+        context = context_of(instance)
+        return [(pytree.GetAttrKey(n), getattr(instance, n)) for n in context[0]], context
 
     def unflatten(children: Any, context: Any) -> Any:
         # Not through __init__: vmap and tree_map put ints and placeholders where tensors were.
+        present, values = context
         instance = object.__new__(cls)
-        for name, value in zip(leaves, children, strict=True):
+        for name in leaves:
+            object.__setattr__(instance, name, None)
+        for name, value in zip(present, children, strict=True):
             object.__setattr__(instance, name, value)
-        for name, value in zip(structure, context, strict=True):
+        for name, value in zip(structure, values, strict=True):
             object.__setattr__(instance, name, value)
         return instance
 

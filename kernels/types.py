@@ -62,6 +62,7 @@ class Kernels:
     copy_blocks: Function  # (kv, source, target) -> kv; donates kv
     zero_blocks: Function  # (kv, blocks) -> kv; donates kv
     # model
+    prepare: Function  # (weight) -> what linear and embed of the same set take in its place
     embed: Function  # (weight, ids) -> hidden
     linear: Function  # (x, weight, bias) -> y
     rms_norm: Function  # (x, weight, eps) -> y

@@ -9,7 +9,7 @@ from torch import Tensor
 from purestep.kernels.types import Kernels
 from purestep.pure.record import replace
 from purestep.pure.records.layout import Layout
-from purestep.pure.records.plan import Inbox
+from purestep.pure.records.plan import Inbox, InboxShape
 from purestep.pure.records.sampling_rows import NUM_COLUMNS, SamplingRows
 from purestep.pure.records.state import NUM_HOST_COLUMNS, Ledger, StepState
 
@@ -48,7 +48,8 @@ def absorb(state: StepState, *, kernels: Kernels) -> StepState:
         block_tables=block_tables,
         sampling=SamplingRows(rows, constraints),
         layout=_layout(state.layout, inbox, layout),
-        inbox=Inbox(inbox.data[:0]),
+        # The shape is given because torch.compile can not trace a default that is a record.
+        inbox=Inbox(inbox.data[:0], shape=InboxShape()),
     )
 
 

@@ -178,8 +178,8 @@ def dispatch(
             return FULL, found
         if uniform and padded % keys.uniform_query_len:
             raise DispatchError(
-                f"a uniform decode batch of {num_tokens} tokens, where every request runs {keys.uniform_query_len}: give "
-                f"a multiple of it for at most {keys.config.max_num_reqs} requests, or uniform_decode=False"
+                f"a uniform decode batch of {num_tokens} tokens, where every request runs {keys.uniform_query_len}: "
+                f"give a multiple of it for at most {keys.config.max_num_reqs} requests, or uniform_decode=False"
             )
     if PIECEWISE in allowed:
         found = keys.piecewise.get((padded, loras))

@@ -103,7 +103,9 @@ def sampling_params_from_vllm(params: Any) -> SamplingParams:
     """
     for name in NOT_SUPPORTED:
         if _get(params, name, None):
-            raise InvalidParameterError(f"{name} is {_get(params, name, None)!r}, and no stage obeys it: leave it out")
+            raise InvalidParameterError(
+                f"{name} is {_get(params, name, None)!r}, and no stage obeys it: leave it out"
+            )
     if _get(params, "bad_words", None) and not _get(params, "bad_words_token_ids", None):
         raise InvalidParameterError(
             f"bad_words are {_get(params, 'bad_words', None)!r} and bad_words_token_ids are not set: "

@@ -5,6 +5,7 @@ into the null block, which nothing reads, and keep nothing. Real rows are comput
 """
 
 import numpy as np
+from numpy.typing import NDArray
 
 from purestep.pure.arrays import frozen
 from purestep.pure.errors import DispatchError
@@ -53,28 +54,22 @@ def pad_layout(
     if added:
         rows = frozen(np.concatenate([rows, np.full(added, null_row, np.int32)]))
         starts = frozen(np.concatenate([starts, np.full(added, bounds.num_tokens, np.int32)]))
-    if (
-        before is not None
-        and _is_same(rows, before.row_of_index)
-        and _is_same(starts, before.query_start_loc)
-    ):
-        rows, starts = before.row_of_index, before.query_start_loc
     if num_tokens != bounds.num_tokens or added:
         bounds = replace(bounds, num_tokens=num_tokens, num_reqs=num_reqs)
-    if before is not None and rows is before.row_of_index and bounds == before.bounds:
-        return before
+    if before is not None and _has_arrays(before, rows, starts):
+        if bounds == before.bounds:
+            return before
+        rows, starts = before.row_of_index, before.query_start_loc
     if rows is layout.row_of_index and starts is layout.query_start_loc and bounds is layout.bounds:
         return layout
     return Layout(rows, starts, bounds)
 
 
-def _is_same(a: np.ndarray, b: object) -> bool:
-    return a is b or (isinstance(b, np.ndarray) and np.array_equal(a, b))
+def _has_arrays(layout: Layout, rows: NDArray[np.int32], starts: NDArray[np.int32]) -> bool:
+    return np.array_equal(layout.row_of_index, rows) and np.array_equal(layout.query_start_loc, starts)
 
 
-def capture_layout(
-    descriptor: BatchDescriptor, limits: BatchLimits, *, sampler: SamplerShape = SamplerShape()
-) -> Layout:
+def capture_layout(descriptor: BatchDescriptor, limits: BatchLimits, *, sampler: SamplerShape) -> Layout:
     """The layout that a full graph of this shape is captured with: padding only, and bounds that fit all its batches.
 
     No request runs in it, so capturing with it changes nothing that is read. A uniform descriptor bounds a query by

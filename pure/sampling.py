@@ -55,7 +55,8 @@ def sample_tokens(
     The order is upstream's: raw log-probabilities; allowed ids, bad words, min_tokens, bias, penalties;
     temperature, min-p, top-k, top-p; the draw. Greedy rows take the largest logit of what stands before
     temperature. A row's noise is a function of its seed, stream and output index alone; `exponential` puts given
-    Exp(1) draws in its place. Rows with NaN logits are flagged.
+    Exp(1) draws in its place. Rows whose logits hold NaN or +inf have no distribution and are flagged; -inf is
+    how a model forbids a token.
 
     Source: vllm/v1/sample/sampler.py.
     """
@@ -77,8 +78,8 @@ def sample_tokens(
     return SampledTokens(
         token_ids=tokens.to(torch.int32),
         stops=is_stop.any(-1) & (params.num_output_tokens + 1 >= params["min_tokens"]),
-        has_nan=logits.isnan().any(-1),
-        logprobs_tensors=_logprobs(shape, params, logits, final, tokens, kernels),
+        has_nan=~(logits < float("inf")).all(-1),
+        logprobs_tensors=_logprobs(shape, params, (logits, processed, final), tokens, kernels),
     )
 
 
@@ -145,18 +146,26 @@ def _exponential(params: BatchParams, vocab: int, kernels: Kernels) -> Tensor:
 
 
 def _logprobs(
-    shape: SamplerShape, params: BatchParams, logits: Tensor, final: Tensor, tokens: Tensor, kernels: Kernels
+    shape: SamplerShape,
+    params: BatchParams,
+    logits_on_the_way: tuple[Tensor, Tensor, Tensor],
+    tokens: Tensor,
+    kernels: Kernels,
 ) -> LogprobsTensors | None:
-    """Values of the sampled and the likeliest tokens, each row by its own mode."""
+    """Values of the sampled and the likeliest tokens, each row by its own mode.
+
+    `logits_on_the_way` are those of the model, those that temperature was applied to, and those drawn from.
+    """
     if shape.num_logprobs is None:
         return None
+    logits, processed, final = logits_on_the_way
     values = None
     for mode in shape.logprobs_modes:
         own = logits if mode.startswith("raw") else final
         if mode.endswith("logprobs"):
             own = own.log_softmax(-1)
         elif mode == "processed_logits" and shape.random:
-            own = own + kernels.temperature_offset(logits, params["temperature"])
+            own = own + kernels.temperature_offset(processed, params["temperature"])
         wanted = params["logprobs_mode"] == LOGPROBS_MODES.index(mode)
         values = own if values is None else torch.where(wanted[:, None], own, values)
     ids, chosen, ranks = kernels.gather_logprobs(values, tokens, shape.num_logprobs)

@@ -20,7 +20,7 @@ def settle(batch: InputBatch, stepped: InputBatch, output: StepOutput) -> InputB
     entries in the order of `stepped.req_ids`; padding behind them is ignored.
     """
     num_reqs = len(stepped.req_ids)
-    rows = stepped.layout.row_of_index[:num_reqs]
+    rows = stepped.layout.row_of_index[:num_reqs].astype(np.intp)
     kept = np.asarray(output.sampled_token_ids)[:num_reqs, 0]
     computed = np.asarray(output.num_computed_tokens)[:num_reqs]
     clock = Clock(batch.clock.num_begun, batch.clock.num_settled + 1)

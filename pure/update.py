@@ -259,8 +259,9 @@ def _starts(
 
 def _counts(layout: Layout) -> NDArray[Any]:
     """Tokens of each request; the same as np.diff, in a third of its time."""
-    starts: NDArray[Any] = layout.query_start_loc
-    return starts[1:] - starts[:-1]
+    starts = layout.query_start_loc
+    counts: NDArray[Any] = starts[1:] - starts[:-1]
+    return counts
 
 
 def _bounded(layout: Layout, max_seq_len: int) -> Layout:

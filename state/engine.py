@@ -135,8 +135,8 @@ class Engine:
         self._num_submitted += params.n
 
     def has_unfinished(self) -> bool:
-        """Whether any request still runs or waits."""
-        return bool(self._submissions)
+        """Whether any request runs or waits, or has a result that `step` has yet to give."""
+        return bool(self._submissions or self._undelivered)
 
     def step(self) -> list[RequestOutput]:
         """Run one turn; the requests that got tokens or ended in it, each with all that it has so far."""
@@ -214,7 +214,7 @@ class Engine:
         template = self._loaded.chat_template
         if template is None:
             raise InvalidRequestError(f"{self._loaded.name} has no chat template: use generate with a prompt")
-        return render_chat(template, messages, **variables)
+        return render_chat(template, messages, **(self._loaded.special_tokens | variables))
 
     @property
     def is_chat_model(self) -> bool:

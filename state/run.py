@@ -8,7 +8,7 @@ import torch
 
 from purestep.kernels.types import Kernels
 from purestep.pure.errors import PlanBaseError
-from purestep.pure.models.model import Model
+from purestep.pure.models.model import Model, prepare_params
 from purestep.pure.record import replace
 from purestep.pure.records.params import Params
 from purestep.pure.records.plan import StepPlan
@@ -26,6 +26,11 @@ class BoundStep:
     model: Model
     params: Params
     kernels: Kernels
+    prepared: Params = attrs.field(init=False, repr=False)  # `params` as the kernels want them
+
+    @prepared.default
+    def _prepare(self) -> Params:
+        return prepare_params(self.model, self.params, kernels=self.kernels)
 
 
 def run(bound: BoundStep, leased: Leased, plan: StepPlan) -> tuple[Leased, Pending]:
@@ -46,5 +51,5 @@ def run(bound: BoundStep, leased: Leased, plan: StepPlan) -> tuple[Leased, Pendi
     inbox = plan.inbox.to(bound.buffers.device)
     state = bound.buffers.begin(leased.generation)
     with torch.no_grad():
-        state, output = step(bound.model, bound.params, replace(state, inbox=inbox), kernels=bound.kernels)
+        state, output = step(bound.model, bound.prepared, replace(state, inbox=inbox), kernels=bound.kernels)
     return bound.buffers.adopt(state, plan.batch), Pending(plan.batch, output)

@@ -2,14 +2,20 @@
 
 import enum
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import attrs
 import numpy as np
 import torch
+from torch import Tensor
 
+from purestep.kernels.reference import reference
 from purestep.pure.arrays import Tape
+from purestep.pure.record import replace
+from purestep.pure.records.batch import InputBatch
+from purestep.pure.records.inputs import StepInputs
+from purestep.pure.records.state import StepState
 
 T = TypeVar("T")
 
@@ -28,6 +34,104 @@ def assert_pure(stage: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     assert digest(first) == result, f"{_name(stage)} changed its first result when called again"
     assert digest(second) == result, f"{_name(stage)} gave another result when called again"
     return first
+
+
+def assert_rows_are_a_partition(batch: InputBatch) -> None:
+    """Every known request has one row, or is parked; the batch runs distinct rows, the tokens that its layout says."""
+    named = {row: request.req_id for row, request in enumerate(batch.rows.requests) if request is not None}
+    assert named == {row: req_id for req_id, row in batch.row_of.items()}
+    assert not batch.row_of.keys() & batch.parked.keys()
+    for column in (batch.rows.tokens, *batch.rows.block_ids):
+        assert [row for row, entry in enumerate(column) if entry is not None] == sorted(named)
+    layout = batch.layout
+    assert [named.get(row) for row in layout.row_of_index.tolist()] == list(batch.req_ids)
+    assert len(set(batch.req_ids)) == len(batch.req_ids) == layout.bounds.num_reqs
+    counts = np.diff(layout.query_start_loc)
+    assert layout.query_start_loc[0] == 0 and layout.query_start_loc[-1] == layout.bounds.num_tokens
+    assert layout.bounds.max_query_len == max(counts, default=0) and min(counts, default=1) >= 1
+
+
+def assert_bounds(batch: InputBatch, state: StepState) -> None:
+    """settled <= truth on the device <= bound, for every row in use of a state that has run the batch's step."""
+    columns, rows = batch.columns, sorted(batch.row_of.values())
+    truth = state.ledger.num_computed_tokens.numpy()[rows]
+    assert (columns.num_computed_tokens_settled[rows] <= truth).all()
+    assert (truth <= columns.num_computed_tokens_bound[rows]).all()
+    assert (truth <= columns.room[rows]).all()
+
+
+def written_slots(state: StepState, inputs: StepInputs) -> list[Tensor]:
+    """Per KV group, the slots that a step's real tokens write. Those of block 0 are nobody's and are left out."""
+    real = inputs.slot_mapping[:, : int(inputs.query_start_loc[-1])]
+    return [slots[slots >= size] for slots, size in zip(real, state.block_sizes, strict=True)]
+
+
+def assert_one_writer(state: StepState, inputs: StepInputs) -> None:
+    """No two tokens of a step go to one slot, no two requests write one block."""
+    index, _ = reference.ragged_index(inputs.query_start_loc, int(inputs.query_start_loc[-1]))
+    for slots, size in zip(inputs.slot_mapping, state.block_sizes, strict=True):
+        writers: dict[int, int] = {}
+        written = [(slot, r) for slot, r in zip(slots.tolist(), index.tolist(), strict=False) if slot >= size]
+        assert len({slot for slot, _ in written}) == len(written), "two tokens go to one slot"
+        for slot, request in written:
+            assert writers.setdefault(slot // size, request) == request, (
+                f"block {slot // size} has two writers"
+            )
+
+
+def assert_frame(
+    before: StepState, after: StepState, slots: Sequence[Tensor], copied: Sequence[Sequence[int]] = ()
+) -> None:
+    """The frame rule: KV of blocks >= 1 keeps every bit, but for these slots and copied blocks of each KV group."""
+    for layer, group in enumerate(before.group_of_layer):
+        size = before.block_sizes[group]
+        old, new = (_bits(_by_slot(state.kv[layer])) for state in (before, after))
+        may_change = torch.zeros(len(old), dtype=torch.bool)
+        may_change[:size] = True
+        may_change[slots[group]] = True
+        for block in copied[group] if copied else ():
+            may_change[block * size : (block + 1) * size] = True
+        changed = (old != new).flatten(1).any(1) & ~may_change
+        assert not changed.any(), f"layer {layer}: slots {changed.nonzero().flatten().tolist()} changed"
+
+
+def assert_prefix_kept(before: StepState, after: StepState, rows: Sequence[int]) -> None:
+    """The prefix law: tokens and KV below the lengths that these rows had are as they were."""
+    for row in rows:
+        known = int(before.ledger.num_known_tokens[row])
+        computed = torch.arange(int(before.ledger.num_computed_tokens[row]))
+        assert torch.equal(before.token_ids[row, :known], after.token_ids[row, :known])
+        for layer, group in enumerate(before.group_of_layer):
+            size = before.block_sizes[group]
+            slots = before.block_tables[group][row, computed // size] * size + computed % size
+            old, new = (_bits(_by_slot(state.kv[layer])[slots]) for state in (before, after))
+            assert torch.equal(old, new), f"KV of row {row} changed below its length"
+
+
+def assert_same_rows(a: StepState, b: StepState, rows: Sequence[int]) -> None:
+    """Two states say the same of these rows: ledger, known tokens, blocks of computed ones, sampling parameters."""
+    assert torch.equal(a.ledger.table[:, rows], b.ledger.table[:, rows])
+    assert torch.equal(a.sampling.table[rows], b.sampling.table[rows])
+    for row in rows:
+        known, computed = int(a.ledger.num_known_tokens[row]), int(a.ledger.num_computed_tokens[row])
+        assert torch.equal(a.token_ids[row, :known], b.token_ids[row, :known])
+        for ours, theirs, size in zip(a.block_tables, b.block_tables, a.block_sizes, strict=True):
+            used = -(-computed // size)
+            assert torch.equal(ours[row, :used], theirs[row, :used])
+
+
+def with_canary(state: StepState, value: float) -> StepState:
+    """The state with this number in every slot of the KV cache."""
+    return replace(state, kv=tuple(torch.full_like(kv, value) for kv in state.kv))
+
+
+def _by_slot(kv: Tensor) -> Tensor:
+    """[slots, keys and values, kv_heads, dim]"""
+    return kv.transpose(1, 2).flatten(0, 1)
+
+
+def _bits(kv: Tensor) -> Tensor:
+    return kv.contiguous().view({4: torch.int32, 8: torch.int64}[kv.element_size()])
 
 
 def equal(a: Any, b: Any) -> bool:

@@ -45,8 +45,8 @@ PARAMS = (
 )
 
 
-def next_token(req_id: str, history: Sequence[int], vocab_size: int) -> int:
-    """What the toy model says."""
+def toy_token(req_id: str, history: Sequence[int], vocab_size: int) -> int:
+    """What the toy model says next."""
     return zlib.crc32(repr((req_id, tuple(history))).encode()) % vocab_size
 
 
@@ -91,7 +91,7 @@ class Life:
         self.in_batch = False
         self.computed, self.known = self.settled, len(self.tokens)
 
-    def run(self, num_tokens: int) -> int:
+    def run(self, num_tokens: int, next_token: "NextToken") -> int:
         """One step on the device: the token that is kept, or -1."""
         self.computed += num_tokens
         self.known += self.computed == self.known
@@ -101,13 +101,21 @@ class Life:
         self.device_computed += num_tokens
         if self.device_computed < len(self.device_tokens):
             return -1
-        token = next_token(self.req_id, self.device_tokens, self.limits.vocab_size)
+        token = next_token(self)
         self.device_tokens.append(token)
         stops, num_stops = stop_ids_of(self.params, self.limits.eos_token_ids)
         num_outputs = len(self.device_tokens) - len(self.prompt)
         stopped = token in stops[:num_stops] and num_outputs >= self.params.min_tokens
         self.device_active = not stopped and len(self.device_tokens) < self.limit
         return token
+
+
+NextToken = Callable[[Life], int]
+
+
+def toy(life: Life) -> int:
+    """A function of a request's id and its history."""
+    return toy_token(life.req_id, life.device_tokens, life.limits.vocab_size)
 
 
 @attrs.frozen
@@ -128,10 +136,15 @@ class Begun:
 
 
 class Schedule:
-    """Draws steps. `begin` gives the next one, `settle` learns the output of the oldest that is unsettled."""
+    """Draws steps. `begin` gives the next one, `settle` learns the output of the oldest that is unsettled.
 
-    def __init__(self, rng: Random, limits: BatchLimits = LIMITS) -> None:
-        self.rng, self.limits = rng, limits
+    Without `hits` no request arrives or comes back with tokens that other blocks than its own have in the cache.
+    """
+
+    def __init__(
+        self, rng: Random, limits: BatchLimits = LIMITS, *, next_token: NextToken = toy, hits: bool = True
+    ) -> None:
+        self.rng, self.limits, self.next_token, self.hits = rng, limits, next_token, hits
         self.lives: dict[str, Life] = {}
         self.free = [list(range(1, n)) for n in limits.num_blocks]
         self.begun: list[Begun] = []
@@ -154,7 +167,7 @@ class Schedule:
         room = min(rng.randrange(3), self._num_free_rows(), MAX_LIVES - len(self.lives))
         new = [self._arrive() for _ in range(room)]
         for life in new:
-            life.admit(min(rng.choice((0, 0, 2)), len(life.prompt) - 1))
+            life.admit(min(rng.choice((0, 0, 2)), len(life.prompt) - 1) if self.hits else 0)
         cached = staying + returning + resumed
         starts = {life.req_id: (life.computed, life.known - len(life.prompt)) for life in cached}
         counts = {life.req_id: self._draw_count(life) for life in cached + new}
@@ -214,7 +227,7 @@ class Schedule:
                 returning.append(life)
             else:
                 self._free_blocks(life)
-                life.admit(self.rng.choice((0, self.rng.randrange(len(life.tokens)))))
+                life.admit(self.rng.choice((0, self.rng.randrange(len(life.tokens)))) if self.hits else 0)
                 resumed.append(life)
         return resumed, returning
 
@@ -266,7 +279,7 @@ class Schedule:
         results = []
         for req_id, num_tokens in output.num_scheduled_tokens_by_id.items():
             life = self.lives[req_id]
-            token = life.run(num_tokens)
+            token = life.run(num_tokens, self.next_token)
             results.append((life, life.admission, token, life.device_computed, life.device_active))
         self.begun.append(Begun(tuple(results)))
 

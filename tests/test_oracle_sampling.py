@@ -31,7 +31,8 @@ def _cases(folder: Path, name: str) -> list[Case]:
     return cases
 
 
-def _case(folder: Path, name: str, index: int, num_cases: int) -> Case:
+def oracle_case(folder: Path, name: str, index: int, num_cases: int) -> Case:
+    """One case of a pair of files, of which this test knows how many cases it holds."""
     cases = _cases(folder, name)
     assert len(cases) == num_cases, f"{name} holds {len(cases)} cases, this test names {num_cases}"
     return cases[index]
@@ -91,7 +92,7 @@ def assert_same_cut(ours: Tensor, recorded: Tensor, logits: Tensor, top_k: Tenso
 
 @pytest.mark.parametrize("index", range(84))
 def test_top_k_and_top_p(oracle_dir: Path, index: int) -> None:
-    case = _case(oracle_dir, "topk_topp", index, 84)
+    case = oracle_case(oracle_dir, "topk_topp", index, 84)
     logits = case["logits"]
     num_reqs, vocab = logits.shape
     top_k = case.get("k", torch.full((num_reqs,), vocab))
@@ -104,7 +105,7 @@ def test_top_k_and_top_p(oracle_dir: Path, index: int) -> None:
 
 @pytest.mark.parametrize("index", range(48))
 def test_penalties(oracle_dir: Path, index: int) -> None:
-    case = _case(oracle_dir, "penalties", index, 48)
+    case = oracle_case(oracle_dir, "penalties", index, 48)
     logits = case["logits"]
     parameters = (case["repetition"], case["frequency"], case["presence"])
     ours = penalize(logits, *_history(case, len(logits)), *parameters)
@@ -126,7 +127,7 @@ def _process(kind: str, logits: Tensor, params: list[Case], outputs: list[list[i
 
 @pytest.mark.parametrize("index", range(36))
 def test_logits_processors(oracle_dir: Path, index: int) -> None:
-    case = _case(oracle_dir, "logits_processors", index, 36)
+    case = oracle_case(oracle_dir, "logits_processors", index, 36)
     params, outputs = case["params"], case["output_token_ids"]
     ours = _process(case["kind"], case["logits"], params, outputs)
     assert torch.equal(ours, case["out"])
@@ -138,7 +139,7 @@ def test_logits_processors(oracle_dir: Path, index: int) -> None:
 
 @pytest.mark.parametrize("index", range(30))
 def test_bad_words(oracle_dir: Path, index: int) -> None:
-    case = _case(oracle_dir, "bad_words", index, 30)
+    case = oracle_case(oracle_dir, "bad_words", index, 30)
     history = _history(case, len(case["logits"]))
     assert torch.equal(ban_bad_words(case["logits"], *history, *_words(case["bad_words"])), case["out"])
 
@@ -146,7 +147,7 @@ def test_bad_words(oracle_dir: Path, index: int) -> None:
 @pytest.mark.parametrize("index", range(30))
 def test_logprobs(oracle_dir: Path, index: int) -> None:
     """Ids, values and ranks; among equal values upstream's order is its sort's, ours is by id."""
-    case = _case(oracle_dir, "logprobs", index, 30)
+    case = oracle_case(oracle_dir, "logprobs", index, 30)
     logprobs = case["logits"].log_softmax(-1)
     torch.testing.assert_close(logprobs, case["logprobs_full"], rtol=0, atol=1e-6)
     ids, values, ranks = gather_logprobs(case["logprobs_full"], case["token_ids"], case["num_logprobs"])
@@ -187,7 +188,7 @@ def sample_chain(case: Case) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("index", range(72))
 def test_whole_sampler(oracle_dir: Path, index: int) -> None:
     """Recorded noise gives the recorded tokens; ids, values and ranks of the report are as recorded."""
-    case = _case(oracle_dir, "sampler_forward", index, 72)
+    case = oracle_case(oracle_dir, "sampler_forward", index, 72)
     ids, reported = sample_chain(case)
     assert ids.tolist() == case["sampled"]
     if case["num_logprobs"] is None:

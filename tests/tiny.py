@@ -1,5 +1,7 @@
 """A model small enough for property tests, and the loop around it."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -105,6 +107,26 @@ def scheduled(
         num_scheduled_tokens=column(*counts.values()),
         finished_req_ids=frozenset(finished),
     )
+
+
+def decode(batch: InputBatch, *req_ids: str, **changes: object) -> InputBatch:
+    """The batch in which each of these known requests runs one token; `changes` are to the CachedRequestData."""
+    cached = cached_requests(batch, *req_ids, **changes)
+    return update_states(batch, scheduled(cached=cached, counts=dict.fromkeys(req_ids, 1)))
+
+
+def host_output(kept: Sequence[int], computed: Sequence[int]) -> StepOutput:
+    """A step's output on the host: kept tokens (-1: none) and computed tokens of each request."""
+    yes = np.ones(len(kept), np.bool_)
+    return StepOutput(column(*kept)[:, None], column(*computed), yes, ~yes)
+
+
+def settled(batch: InputBatch, token: int = 5) -> InputBatch:
+    """After the step of `batch`, in which every request that completed its history got this token."""
+    rows = batch.layout.row_of_index
+    computed = batch.columns.num_computed_tokens_bound[rows]
+    kept = np.where(computed >= batch.columns.num_tokens[rows], token, -1)
+    return settle(batch, batch, host_output(kept.tolist(), computed.tolist()))
 
 
 class Loop:

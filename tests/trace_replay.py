@@ -201,7 +201,10 @@ def compare_output(batch: InputBatch, output: StepOutput, step: Json) -> None:
             tensors = output.logprobs_tensors
             assert tensors is not None
             row = slice(index, index + 1)
-            theirs = {key: recorded["logprobs"][key][other : other + 1] for key in ("token_ids", "logprobs", "ranks")}
+            theirs = {
+                key: recorded["logprobs"][key][other : other + 1]
+                for key in ("token_ids", "logprobs", "ranks")
+            }
             ours = tensors.logprob_token_ids[row], tensors.logprobs[row], tensors.selected_token_ranks[row]
             compare_logprobs(*ours, theirs)
     if recorded["logprobs"] is None:

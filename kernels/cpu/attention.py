@@ -1,15 +1,31 @@
-"""Paged attention on the CPU: keys and values are written in place, then each group of like requests attends.
+"""Paged attention on the CPU: keys and values are written in place, then requests attend.
 
-Lengths are read on the host, which costs nothing here: so no padding is computed that need not be, and a batch of
-decodes of one length needs no mask at all.
+Lengths are read on the host, where they cost nothing: no key past the longest request is touched, requests of one
+length need no mask, and prompts attend one by one, each to its own keys.
 """
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-MAX_SHORT_QUERY = 8  # requests with this many queries or fewer are batched; longer ones are worth a call each
-GATHERED_BYTES = 16 * 2**20  # keys and values that are gathered at once, so that they are still cached when read
+from purestep.kernels.cpu.writes import write_kv
+from purestep.kernels.record import record
+
+SHORT = 512  # keys up to which a request may be computed as if it were longer, without a loss worth a call
+GATHERED_BYTES = (
+    16 * 2**20
+)  # keys and values that decodes gather at once: they are read again while still cached
+QUERY_TILE = 512  # queries of a chunk that share a mask
+KEYS_THEN_VALUES = torch.tensor([[0], [1]], dtype=torch.int32)  # the two planes of a block
+
+
+@record(static=True)
+class ScoreForm:
+    """scale * q.k, or soft_cap * tanh(scale * q.k / soft_cap), for the last sliding_window positions or all."""
+
+    scale: float
+    sliding_window: int | None
+    soft_cap: float | None
 
 
 def attend(
@@ -34,10 +50,122 @@ def attend(
     Source: https://arxiv.org/abs/2309.06180 (paged attention).
     """
     write_kv(kv, k, v, slot_mapping)
+    form = ScoreForm(scale, sliding_window, soft_cap)
     starts, lens = query_start_loc.tolist(), seq_lens.tolist()
-    batches = _batches(starts, lens, MAX_SHORT_QUERY, _rows_at_once(kv))
-    form = _Form(scale, sliding_window, soft_cap)
-    out = None
-    for query_len, rows in batches:
-        
+    decodes = [r for r, n in enumerate(lens) if n and starts[r + 1] - starts[r] == 1]
+    groups = _alike(decodes, lens, kv)
+    if len(groups) == 1 and len(decodes) == len(lens) == len(q):  # the steady state: nothing to put together
+        return _decode(q, kv, block_table, seq_lens, lens, form), kv
+    out = torch.zeros_like(q)
+    for group in groups:
+        rows, own = torch.tensor(group), [lens[r] for r in group]
+        tokens = query_start_loc[rows].to(torch.int64)
+        out.index_copy_(0, tokens, _decode(q[tokens], kv, block_table[rows], seq_lens[rows], own, form))
+    for r, length in enumerate(lens):
+        if length == 0 or starts[r + 1] - starts[r] <= 1:
+            continue
+        span = slice(starts[r], starts[r + 1])
+        out[span] = _prompt(q[span], k[span], v[span], kv, block_table[r], length, form)
     return out, kv
+
+
+def _alike(rows: list[int], lens: list[int], kv: Tensor) -> list[list[int]]:
+    """Decodes that attend together: short, or of lengths within a factor of four, and few enough to gather at once.
+
+    Each is computed as if it were as long as the longest of its group.
+    """
+    by_size: dict[int, list[int]] = {}
+    for r in rows:
+        size = ((lens[r] - 1) // SHORT).bit_length()
+        by_size.setdefault((size + 1) // 2, []).append(r)
+    groups = []
+    for group in by_size.values():
+        longest = max(lens[r] for r in group)
+        at_once = max(1, GATHERED_BYTES // (longest * kv[0, :, 0].nbytes))
+        groups += [group[i : i + at_once] for i in range(0, len(group), at_once)]
+    return groups
+
+
+def _decode(
+    q: Tensor, kv: Tensor, table: Tensor, seq_lens: Tensor, lens: list[int], form: ScoreForm
+) -> Tensor:
+    """One query a request, q [reqs, heads, dim]; lens is seq_lens, all above 0. Returns [reqs, heads, dim]."""
+    shortest, longest = min(lens), max(lens)
+    start = 0 if form.sliding_window is None else max(0, shortest - form.sliding_window)
+    if shortest == longest:
+        keys, values, visible = *_gather(kv, table, start, longest), None
+    else:
+        block_start = torch.arange(0, longest, kv.shape[2])
+        # Entries past a length may be stale, and slots past it may hold anything, NaN included.
+        table = torch.where(block_start < seq_lens[:, None], table[:, : len(block_start)], 0)
+        keys, values = _gather(kv, table, start, longest)
+        position, end = torch.arange(start, longest), seq_lens[:, None]
+        visible = position < end
+        first_unused = shortest - start
+        if form.sliding_window is not None:
+            visible &= position >= end - form.sliding_window
+            first_unused = 0
+        unused = ~visible[:, first_unused:, None, None]
+        for x in (keys, values):
+            x[:, first_unused:].masked_fill_(unused, 0.0)
+        visible = visible[:, None, None]
+    grouped = torch.unflatten(q, 1, (kv.shape[3], -1))  # the heads that share keys stand as queries of one
+    out = _weigh(grouped, keys.transpose(1, 2), values.transpose(1, 2), visible, form)
+    return out.reshape(q.shape)
+
+
+def _gather(kv: Tensor, table: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
+    """Copies of the keys and values at positions start to end, each [reqs, end - start, kv_heads, dim]."""
+    block_size = kv.shape[2]
+    first, last = start // block_size, -(-end // block_size)
+    planes = torch.add(KEYS_THEN_VALUES, table[:, None, first:last], alpha=2)
+    pages = kv.flatten(0, 1).index_select(0, planes.flatten())
+    pages = pages.view(len(table), 2, -1, *kv.shape[3:])
+    pages = pages[:, :, start - first * block_size : end - first * block_size]
+    return pages[:, 0], pages[:, 1]
+
+
+def _prompt(
+    q: Tensor, k: Tensor, v: Tensor, kv: Tensor, table: Tensor, length: int, form: ScoreForm
+) -> Tensor:
+    """All queries of one request, q [tokens, heads, dim], the last of them at position length - 1."""
+    window, num_queries = form.sliding_window, len(q)
+    is_whole = length == num_queries and (window is None or window >= length)
+    if is_whole and form.soft_cap is None and k.dtype == kv.dtype:
+        return _one_request(q, k, v, None, form)
+    out = torch.empty_like(q)
+    for begin in range(0, num_queries, QUERY_TILE):
+        tile = q[begin : begin + QUERY_TILE]
+        first = length - num_queries + begin
+        end = first + len(tile)
+        start = 0 if window is None else max(0, first - window + 1)
+        keys, values = _gather(kv, table[None], start, end)
+        query, position = torch.arange(first, end)[:, None], torch.arange(start, end)
+        visible = position <= query
+        if window is not None:
+            visible &= position > query - window
+        out[begin : begin + QUERY_TILE] = _one_request(tile, keys[0], values[0], visible, form)
+    return out
+
+
+def _one_request(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, form: ScoreForm) -> Tensor:
+    """q [tokens, heads, dim] to keys [keys, kv_heads, dim]; visible bool [tokens, keys], None for plain causal."""
+    grouped = torch.unflatten(q, 1, (keys.shape[1], -1)).permute(1, 2, 0, 3)
+    k, v = (x.permute(1, 0, 2)[:, None].expand(-1, grouped.shape[1], -1, -1) for x in (keys, values))
+    out = _weigh(grouped, k, v, visible, form, is_causal=visible is None)
+    return out.permute(2, 0, 1, 3).reshape(q.shape)
+
+
+def _weigh(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, form: ScoreForm, *, is_causal: bool = False
+) -> Tensor:
+    """Softmax of scores times values, over [batch, heads, tokens, dim]."""
+    k, v = k.to(q.dtype), v.to(q.dtype)
+    if form.soft_cap is None:
+        return scaled_dot_product_attention(q, k, v, visible, is_causal=is_causal, scale=form.scale)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = torch.matmul(q.to(wide), k.transpose(-1, -2).to(wide)) * form.scale
+    scores = form.soft_cap * torch.tanh(scores / form.soft_cap)
+    if visible is not None:
+        scores = scores.masked_fill_(~visible, float("-inf"))
+    return torch.matmul(torch.softmax(scores, dim=-1), v.to(wide)).to(q.dtype)

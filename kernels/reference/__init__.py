@@ -2,7 +2,15 @@
 
 from purestep.kernels.reference.attention import attend
 from purestep.kernels.reference.constraints import add_bias, allow_only, ban_bad_words, ban_tokens
-from purestep.kernels.reference.dense import add_rms_norm, embed, linear, rms_norm, rotate, silu_and_mul
+from purestep.kernels.reference.dense import (
+    add_rms_norm,
+    embed,
+    linear,
+    prepare,
+    rms_norm,
+    rotate,
+    silu_and_mul,
+)
 from purestep.kernels.reference.draw import draw, greedy, scale_by_temperature, temperature_offset
 from purestep.kernels.reference.layout import ragged_index
 from purestep.kernels.reference.logprobs import gather_logprobs
@@ -21,6 +29,7 @@ reference = Kernels(
     write=write,
     copy_blocks=copy_blocks,
     zero_blocks=zero_blocks,
+    prepare=prepare,
     embed=embed,
     linear=linear,
     rms_norm=rms_norm,

@@ -10,7 +10,9 @@ from purestep.kernels.record import replace
 from purestep.kernels.reference import reference
 from purestep.kernels.types import Kernels
 
-assert __name__ == "purestep.kernels.triton", f"import this package as purestep.kernels.triton, not as {__name__}"
+assert __name__ == "purestep.kernels.triton", (
+    f"import this package as purestep.kernels.triton, not as {__name__}"
+)
 
 
 def cuda_donating() -> Kernels:

@@ -33,7 +33,7 @@ def decode_tile(dtype: torch.dtype, head_dim: int, group: int) -> Tile:
     """The tile for a head size; at least 16 rows, as tensor cores want them."""
     rows = max(16, triton.next_power_of_2(group))
     if is_wide(dtype):
-        return Tile(rows, keys=32 if head_dim <= 128 else 16, num_warps=4, num_stages=3)
+        return Tile(rows, keys=32 if head_dim <= 64 else 16, num_warps=4, num_stages=3)
     return Tile(rows, keys=64 if head_dim <= 128 else 32, num_warps=4, num_stages=5)
 
 
@@ -102,12 +102,24 @@ def _query_of(query_start_loc, seq_lens, place, num_reqs, capacity):
 
 
 @triton.jit
-def _zero_padding(out, query_start_loc, place, head, num_reqs, num_tokens, HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
+def _zero_padding(
+    out,
+    query_start_loc,
+    place,
+    head,
+    num_reqs,
+    num_tokens,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     """The place-th token past the last request gets 0 in this head."""
     token = tl.load(query_start_loc + num_reqs) + place
     lane = tl.arange(0, WIDTH)
     row = out + (token.to(tl.int64) * HEADS + head) * DIM
-    tl.store(row + lane, tl.zeros([WIDTH], out.dtype.element_ty), mask=lane < tl.where(token < num_tokens, DIM, 0))
+    tl.store(
+        row + lane, tl.zeros([WIDTH], out.dtype.element_ty), mask=lane < tl.where(token < num_tokens, DIM, 0)
+    )
 
 
 COUNTS = ["num_reqs", "num_tokens", "parts", "grid_parts", "table_columns", "table_row"]
@@ -132,7 +144,9 @@ def _decode(
     mask = (row < GROUP)[:, None] & (lane < DIM)
     head = group * GROUP + row
     if (token >= 0) & ((begin < end) | (not SPLIT)):
-        query = tl.load(q + token.to(tl.int64) * q_token + head[:, None] * q_head + lane, mask=mask, other=0.0)
+        query = tl.load(
+            q + token.to(tl.int64) * q_token + head[:, None] * q_head + lane, mask=mask, other=0.0
+        )
         if INTERPRETED:
             query = query.to(tl.float32)
         largest, total, values = empty_softmax(ROWS, WIDTH)
@@ -141,7 +155,17 @@ def _decode(
             key = start + tl.arange(0, KEYS)
             valid = key < end
             k, v = load_tile(
-                kv + group * kv_head, table, key, valid, kv_block, kv_plane, kv_slot, BLOCK_SIZE, DIM, WIDTH, True
+                kv + group * kv_head,
+                table,
+                key,
+                valid,
+                kv_block,
+                kv_plane,
+                kv_slot,
+                BLOCK_SIZE,
+                DIM,
+                WIDTH,
+                True,
             )
             score = scores_of(query, k.to(query.dtype), scale, cap, HAS_CAP)
             score = tl.where(valid[None, :], score, float("-inf"))
@@ -156,7 +180,9 @@ def _decode(
             tl.store(out + (token.to(tl.int64) * HEADS + head[:, None]) * DIM + lane, result, mask=mask)
     if not SPLIT:
         for i in tl.static_range(GROUP):
-            _zero_padding(out, query_start_loc, place, group * GROUP + i, num_reqs, num_tokens, HEADS, DIM, WIDTH)
+            _zero_padding(
+                out, query_start_loc, place, group * GROUP + i, num_reqs, num_tokens, HEADS, DIM, WIDTH
+            )
 
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=SMALL)

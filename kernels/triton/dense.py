@@ -60,7 +60,9 @@ def _rms_norm(
     column = tl.arange(0, BLOCK)
     mask = (row < num_rows)[:, None] & (column < WIDTH)[None, :]
     outer, inner = (row // groups)[:, None], (row % groups)[:, None]
-    value = tl.load(x + outer * x_outer + inner * x_inner + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    value = tl.load(x + outer * x_outer + inner * x_inner + column[None, :], mask=mask, other=0.0).to(
+        tl.float32
+    )
     place = row[:, None] * WIDTH + column[None, :]
     if ADD:
         kept = tl.load(residual + outer * r_outer + inner * r_inner + column[None, :], mask=mask, other=0.0)
@@ -80,9 +82,14 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     """
     check_floats("rotate", q, k)
     if not q.dtype == k.dtype == cos.dtype == sin.dtype:
-        raise TypeError(f"rotate: q {q.dtype}, k {k.dtype}, cos {cos.dtype} and sin {sin.dtype} have to agree")
+        raise TypeError(
+            f"rotate: q {q.dtype}, k {k.dtype}, cos {cos.dtype} and sin {sin.dtype} have to agree"
+        )
     check_rows("rotate", q=q, k=k)
-    turned = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(k.shape, dtype=k.dtype, device=k.device)
+    turned = (
+        torch.empty(q.shape, dtype=q.dtype, device=q.device),
+        torch.empty(k.shape, dtype=k.dtype, device=k.device),
+    )
     num_tokens, half = q.shape[0], q.shape[-1] // 2
     if num_tokens:
         _rotate[(num_tokens, 2)](
@@ -104,14 +111,42 @@ def _rotate(
     cosine = tl.load(cos + token * HALF + pair, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
     sine = tl.load(sin + token * HALF + pair, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
     if tl.program_id(1) == 0:
-        _turn(q + token * q_token, q_out + token * Q_HEADS * HALF * 2, q_head, cosine, sine, Q_HEADS, HALF, Q_BLOCK, BLOCK)
+        _turn(
+            q + token * q_token,
+            q_out + token * Q_HEADS * HALF * 2,
+            q_head,
+            cosine,
+            sine,
+            Q_HEADS,
+            HALF,
+            Q_BLOCK,
+            BLOCK,
+        )
     else:
-        _turn(k + token * k_token, k_out + token * K_HEADS * HALF * 2, k_head, cosine, sine, K_HEADS, HALF, K_BLOCK, BLOCK)
+        _turn(
+            k + token * k_token,
+            k_out + token * K_HEADS * HALF * 2,
+            k_head,
+            cosine,
+            sine,
+            K_HEADS,
+            HALF,
+            K_BLOCK,
+            BLOCK,
+        )
 
 
 @triton.jit
 def _turn(
-    x, out, step, cosine, sine, HEADS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    out,
+    step,
+    cosine,
+    sine,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """The heads of one token; each product and each sum is rounded to the type of x, as torch's are."""
     head = tl.arange(0, ROWS)[:, None]
@@ -120,8 +155,14 @@ def _turn(
     dtype = out.dtype.element_ty
     low = tl.load(x + head * step + pair, mask=mask, other=0.0).to(tl.float32)
     high = tl.load(x + head * step + pair + HALF, mask=mask, other=0.0).to(tl.float32)
-    low_cosine, high_sine = rounded(low * cosine, dtype).to(tl.float32), rounded(high * sine, dtype).to(tl.float32)
-    high_cosine, low_sine = rounded(high * cosine, dtype).to(tl.float32), rounded(low * sine, dtype).to(tl.float32)
+    low_cosine, high_sine = (
+        rounded(low * cosine, dtype).to(tl.float32),
+        rounded(high * sine, dtype).to(tl.float32),
+    )
+    high_cosine, low_sine = (
+        rounded(high * cosine, dtype).to(tl.float32),
+        rounded(low * sine, dtype).to(tl.float32),
+    )
     place = out + head * (2 * HALF) + pair
     tl.store(place, rounded(low_cosine - high_sine, dtype), mask=mask)
     tl.store(place + HALF, rounded(high_cosine + low_sine, dtype), mask=mask)

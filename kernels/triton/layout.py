@@ -21,9 +21,7 @@ def ragged_index(query_start_loc: Tensor, num_tokens: int) -> tuple[Tensor, Tens
     return index, offset
 
 
-@triton.jit(
-    do_not_specialize=["num_tokens", "num_reqs"], do_not_specialize_on_alignment=["query_start_loc"]
-)
+@triton.jit(do_not_specialize=["num_tokens", "num_reqs"], do_not_specialize_on_alignment=["query_start_loc"])
 def _ragged_index(
     query_start_loc, index, offset, num_tokens, num_reqs, STEPS: tl.constexpr, TOKENS: tl.constexpr
 ):

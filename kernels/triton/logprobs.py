@@ -60,10 +60,12 @@ def gather_by(
 
 @triton.jit
 def _collect(values, ids, count, highest, winners, N: tl.constexpr, HAS_IDS: tl.constexpr):
-    """Puts the N largest of a list, lower ids first where they are equal, into `winners` as sortable numbers."""
+    """Puts the N largest of a list, lower ids first where they are equal, into `winners`: numbers that sort like them."""
     lowest = highest * 0 - INFINITY_KEY - 1
     cut = smallest_reaching(values, count, lowest, highest, (count - N).to(tl.float32), 0.0, False)
-    spare = N - weigh(values, count, cut + 1, LARGEST_KEY, 0.0, False).to(tl.int32)
+    spare = (
+        weigh(values, count, lowest, cut, 0.0, False).to(tl.int32) - count + N
+    )  # of those that equal the cut
     taken = count * 0
     ties = count * 0
     for at in range(0, count, 1024):
@@ -71,7 +73,7 @@ def _collect(values, ids, count, highest, winners, N: tl.constexpr, HAS_IDS: tl.
         equal = ((key == cut) & (place < count)).to(tl.int32)
         wins = (key > cut) | ((equal > 0) & (ties + tl.cumsum(equal, 0) <= spare))
         own = tl.load(ids + place, mask=place < count, other=0) if HAS_IDS else place
-        number = (key.to(tl.int64) << 32) | (LARGEST_KEY - own).to(tl.int64)
+        number = (key.to(tl.int64) << 32) | (own ^ 0x7FFFFFFF).to(tl.int64)
         tl.store(winners + taken + tl.cumsum(wins.to(tl.int32), 0) - 1, number, mask=wins)
         taken += tl.sum(wins.to(tl.int32), 0)
         ties += tl.sum(equal, 0)
@@ -105,7 +107,9 @@ def _gather(
         length = subs * 0
         if fits:
             floor = nth_largest(keys, subs * 0 + N)
-            length = candidates(logprobs, vocab, keys, subs, floor, listed, values, list_ids, SUB, SUBS, CAPACITY)
+            length = candidates(
+                logprobs, vocab, keys, subs, floor, listed, values, list_ids, SUB, SUBS, CAPACITY
+            )
             fits = length <= CAPACITY
         if fits:
             _collect(values, list_ids, length, highest, winners, N, True)
@@ -113,6 +117,6 @@ def _gather(
             _collect(logprobs, list_ids, vocab, highest, winners, N, False)
         place = tl.arange(0, MOST)
         number = tl.load(winners + place, mask=place < N, other=-9223372036854775808)
-        token = LARGEST_KEY - (tl.sort(number, descending=True) & 0xFFFFFFFF).to(tl.int32)
+        token = (tl.sort(number, descending=True) & 0x7FFFFFFF).to(tl.int32) ^ 0x7FFFFFFF
         tl.store(out_ids + 1 + place, token, mask=place < N)
         tl.store(out_values + 1 + place, tl.load(logprobs + token, mask=place < N, other=0.0), mask=place < N)

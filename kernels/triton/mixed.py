@@ -27,7 +27,7 @@ from purestep.kernels.triton.softmax import (
 def mixed_tile(dtype: torch.dtype, head_dim: int, group: int) -> Tile:
     """The tile for a head size; at least as many rows as heads share a key head."""
     if is_wide(dtype):
-        tile = Tile(32, 32, num_warps=4, num_stages=2) if head_dim <= 128 else Tile(16, 16, 4, 2)
+        tile = Tile(32 if head_dim <= 64 else 16, 32 if head_dim <= 32 else 16, num_warps=4, num_stages=2)
     elif head_dim <= 64:
         tile = Tile(128, 64, num_warps=4, num_stages=3)
     elif head_dim <= 128:
@@ -124,7 +124,9 @@ def _mixed(
             largest, mass, values = take_in(score, v.to(x.dtype), largest, mass, values)
         for at in tl.range(seen_by_all, end, KEYS, num_stages=STAGES):
             key = at + tl.arange(0, KEYS)
-            k, v = load_tile(kv, table, key, key < end, kv_block, kv_plane, kv_slot, BLOCK_SIZE, DIM, WIDTH, True)
+            k, v = load_tile(
+                kv, table, key, key < end, kv_block, kv_plane, kv_slot, BLOCK_SIZE, DIM, WIDTH, True
+            )
             seen = key[None, :] <= position[:, None]
             if WINDOW > 0:
                 seen = seen & (key[None, :] > position[:, None] - WINDOW)

@@ -83,4 +83,8 @@ def _penalize(
     scale = tl.where(word != 0, tl.where(logit > 0, tl.div_rn(1.0, factor), factor), 1.0)
     count = (word & (IN_PROMPT - 1)).to(tl.float32)
     penalized = logit * scale - per_output * count - once * (count > 0).to(tl.float32)
-    tl.store(out + row * vocab + token, rounded(tl.where(neutral, logit, penalized), out.dtype.element_ty), mask=exists)
+    tl.store(
+        out + row * vocab + token,
+        rounded(tl.where(neutral, logit, penalized), out.dtype.element_ty),
+        mask=exists,
+    )

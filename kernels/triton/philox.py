@@ -39,9 +39,7 @@ def uniform_of(word):
     return ((word >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
 
 
-@triton.jit(
-    do_not_specialize=["width"], do_not_specialize_on_alignment=["seed", "stream", "output_index"]
-)
+@triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["seed", "stream", "output_index"])
 def _uniforms(
     out, seed, stream, output_index, seed_step, stream_step, index_step, width, PURPOSE: tl.constexpr,
     BLOCKS: tl.constexpr,

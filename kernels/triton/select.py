@@ -62,7 +62,7 @@ def _survey(
 @triton.jit
 def nth_largest(keys, n):
     """The n-th largest of a tile of keys, n at least 1: the largest key that n of them reach."""
-    low = SMALLEST_KEY + n.to(tl.int64) * 0
+    low = n.to(tl.int64) * 0 + SMALLEST_KEY
     high = low + 4294967295
     while low < high:
         middle = (low + high + 1) >> 1

@@ -52,7 +52,11 @@ def is_wide(dtype: torch.dtype) -> bool:
 @triton.jit
 def empty_softmax(ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """The state of rows that have seen no key: largest score, mass, weighted values."""
-    return tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, WIDTH], tl.float32)
+    return (
+        tl.full([ROWS], float("-inf"), tl.float32),
+        tl.zeros([ROWS], tl.float32),
+        tl.zeros([ROWS, WIDTH], tl.float32),
+    )
 
 
 @triton.jit
@@ -74,7 +78,9 @@ def load_tile(
         mask = valid[:, None] & (lane < DIM)
         return tl.load(place, mask=mask, other=0.0), tl.load(place + kv_plane, mask=mask, other=0.0)
     elif DIM < WIDTH:
-        return tl.load(place, mask=lane < DIM, other=0.0), tl.load(place + kv_plane, mask=lane < DIM, other=0.0)
+        return tl.load(place, mask=lane < DIM, other=0.0), tl.load(
+            place + kv_plane, mask=lane < DIM, other=0.0
+        )
     else:
         return tl.load(place), tl.load(place + kv_plane)
 

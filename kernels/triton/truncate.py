@@ -19,7 +19,14 @@ from purestep.kernels.triton.select import (
     survey,
     weigh,
 )
-from purestep.kernels.triton.shared import LARGEST_KEY, SMALLEST_KEY, check_floats, check_rows, float_of, order_key
+from purestep.kernels.triton.shared import (
+    LARGEST_KEY,
+    SMALLEST_KEY,
+    check_floats,
+    check_rows,
+    float_of,
+    order_key,
+)
 
 CHUNK = 4096
 SUB_BLOCK = 128
@@ -150,7 +157,7 @@ def _find_cut(
         if k == 0:
             total = weigh(logits, vocab, cut, top_key, top, True)
         fits = rank <= subs
-        count = rank * 0
+        count, floor = rank * 0, cut
         if fits:
             floor = tl.maximum(nth_largest(keys, rank), cut)
             count = candidates(logits, vocab, keys, subs, floor, listed, values, ids, SUB, SUBS, CAPACITY)

@@ -155,9 +155,7 @@ def write_kv(kv: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> Tensor:
     return kv
 
 
-@triton.jit(
-    do_not_specialize=["num_tokens", "num_blocks"], do_not_specialize_on_alignment=["slot_mapping"]
-)
+@triton.jit(do_not_specialize=["num_tokens", "num_blocks"], do_not_specialize_on_alignment=["slot_mapping"])
 def _write_kv(
     kv, k, v, slot_mapping, num_tokens, num_blocks, kv_block, kv_plane, kv_slot, kv_head, k_token, k_head, v_token,
     v_head, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,

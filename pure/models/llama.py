@@ -43,6 +43,10 @@ def llama(config: ModelConfig, *, name: str = "llama", groups: tuple[int, ...] |
         ]
     pieces.append(Piece(name="norm", function=norm, path=("norm",), config=config))
     shape = config.attention
+    head_path = ("embed",) if config.tied_embeddings else ("head",)
+    linear_paths = [
+        ("layers", i, name) for i in range(config.num_layers) for name in ("qkv", "o", "gate_up", "down")
+    ]
     kv_layers = tuple(
         KVLayerSpec(
             num_kv_heads=shape.num_kv_heads,
@@ -55,11 +59,12 @@ def llama(config: ModelConfig, *, name: str = "llama", groups: tuple[int, ...] |
     return Model(
         name=name,
         pieces=tuple(pieces),
-        head=Piece(name="head", function=head, path=("embed",) if config.tied_embeddings else ("head",)),
+        head=Piece(name="head", function=head, path=head_path),
         kv_layers=kv_layers,
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,
         config=config,
+        linear_paths=(*linear_paths, head_path),
     )
 
 

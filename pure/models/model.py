@@ -14,6 +14,7 @@ from torch import Tensor
 from purestep.kernels.record import record
 from purestep.kernels.types import Kernels
 from purestep.pure.records.inputs import AttentionMetadata, ModelInputs
+from purestep.pure.records.params import Params
 
 
 @record(static=True)
@@ -60,6 +61,28 @@ class Model:
     vocab_size: int
     max_position_embeddings: int
     config: Any = None  # what the pieces were made from
+    linear_paths: tuple[tuple[str | int, ...], ...] = ()  # leaves that nothing but linear (and embed) reads
+
+
+def prepare_params(model: Model, params: Params, *, kernels: Kernels) -> Params:
+    """The parameters as these kernels want them: weights of linear maps in the form that their `linear` takes.
+
+    To be done once, before many steps. What changes in `params` later may not show in the result.
+    """
+    tree = params.tree
+    for path in model.linear_paths:
+        tree = _with_leaf(tree, path, kernels.prepare)
+    return Params(tree, params.version)
+
+
+def _with_leaf(tree: Any, path: tuple[str | int, ...], change: Callable[[Any], Any]) -> Any:
+    """The tree with one leaf changed."""
+    if not path:
+        return change(tree)
+    key, rest = path[0], path[1:]
+    if isinstance(tree, dict):
+        return tree | {key: _with_leaf(tree[key], rest, change)}
+    return tuple(_with_leaf(x, rest, change) if i == key else x for i, x in enumerate(tree))
 
 
 def apply(

@@ -27,7 +27,7 @@ class SampledTokens:
 
     token_ids: Int[Tensor, " reqs"]
     stops: Bool[Tensor, " reqs"]  # the token is one of the row's stop ids, and min_tokens is reached
-    has_nan: Bool[Tensor, " reqs"]
+    has_nan: Bool[Tensor, " reqs"]  # some logit of the row is NaN or +inf
     logprobs_tensors: LogprobsTensors | None
 
 

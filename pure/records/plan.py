@@ -7,10 +7,11 @@ or copy block 0 on itself change nothing that is read, so an inbox may be padded
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from jaxtyping import Int32
 from torch import Tensor
 
-from purestep.kernels.record import record, replace, static
+from purestep.kernels.record import record, static
 from purestep.pure.arrays import Array
 from purestep.pure.records.layout import LayoutBounds
 from purestep.pure.records.sampling_rows import TokenConstraints
@@ -45,11 +46,9 @@ class Inbox:
         return self.bounds is None and not self.has_constraints and self.shape == InboxShape()
 
     def to(self, device: torch.device | str) -> "Inbox":
-        """The same record with tensors."""
-        if isinstance(self.data, Tensor):
-            return replace(self, data=self.data.to(device), constraints=_to(self.constraints, device))
-        data = torch.from_numpy(self.data.copy()).to(device)
-        return replace(self, data=data, constraints=_to(self.constraints, device))
+        """The same record with tensors, which share no memory with the arrays of the host."""
+        moved: Inbox = pytree.tree_map(lambda array: _tensor(array).to(device), self)
+        return moved
 
     @staticmethod
     def make_empty(device: torch.device | str = "cpu") -> "Inbox":
@@ -57,10 +56,8 @@ class Inbox:
         return Inbox(torch.zeros(0, dtype=torch.int32, device=device))
 
 
-def _to(constraints: TokenConstraints | None, device: torch.device | str) -> TokenConstraints | None:
-    if constraints is None:
-        return None
-    return torch.utils._pytree.tree_map(lambda array: torch.as_tensor(array).to(device), constraints)  # type: ignore[no-any-return]
+def _tensor(array: Array) -> Tensor:
+    return array if isinstance(array, Tensor) else torch.from_numpy(array.copy())
 
 
 @record

@@ -79,7 +79,7 @@ class StepState:
     ledger: Ledger
     kv: tuple[Tensor, ...]  # per layer [blocks, 2, block_size, kv_heads, head_dim]; block 0 is the null block
     token_ids: Int32[Tensor, "rows max_model_len"]
-    block_tables: tuple[Int32[Tensor, "rows _blocks"], ...]  # per KV group, each as wide as its block size asks
+    block_tables: tuple[Int32[Tensor, "rows _blocks"], ...]  # per KV group, each of its own width
     sampling: SamplingRows
     layout: Layout
     inbox: Inbox

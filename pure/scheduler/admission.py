@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import product
 from types import MappingProxyType
 
 import numpy as np
@@ -52,9 +53,9 @@ def admit(queue: Queue, budget: int) -> tuple[Queue, tuple[Admitted, ...]]:
     """The queue with waiting requests in rows, and what they do in this step, `budget` tokens in all.
 
     Strictly in line: whoever can not be served blocks those behind. A request is given blocks for all its known
-    tokens at once, so that a prefill that has begun is never short of them. While others run it also waits for
-    blocks to cover the horizon, and one that was preempted for a block more for each of them: without that it would
-    soon be thrown out again.
+    tokens at once, so that a prefill that has begun is never short of them, and for the horizon. While others run it
+    waits for all that, and one that was preempted for a block more for each of them: without it, it would soon be
+    thrown out again.
     """
     queue = _release_forks(queue)
     admitted: list[Admitted] = []
@@ -119,12 +120,10 @@ def _try_first(
     config, num_tokens = queue.config, len(state.tokens)
     num_prompt, params = len(state.request.prompt_token_ids), state.request.sampling_params
     limit = length_limit(params, num_prompt, min(config.max_model_len, config.capacity + 1))
-    target, spare = num_tokens, 0
-    if num_running:
-        target = max(num_tokens, min(num_tokens + config.block_horizon, limit) - 1)
-        spare = num_running if state.num_preemptions else 0
+    ahead = max(num_tokens, min(num_tokens + config.block_horizon, limit) - 1)
+    spare = num_running if state.num_preemptions else 0
     state, beginnings = _beginnings(queue, state)
-    for beginning in beginnings:
+    for target, beginning in product((ahead,) if num_running else (ahead, num_tokens), beginnings):
         taken = _take(queue, beginning, target, spare)
         if taken is not None:
             queue, residence = _move_in(queue, taken, beginning)

@@ -14,7 +14,7 @@ from purestep.pure.models.names import check_shapes, fuse
 from purestep.pure.models.rope import frequency_divisors
 from purestep.pure.records.params import Params
 from purestep.state.loading.gguf_file import GGUFFile, open_gguf
-from purestep.state.loading.gguf_tokenizer import gguf_tokenizer
+from purestep.state.loading.gguf_tokenizer import gguf_special_tokens, gguf_tokenizer
 from purestep.state.loading.loaded import LoadedModel
 from purestep.state.loading.tokenizer import Tokenizer
 
@@ -61,6 +61,7 @@ def load_gguf(
         params=Params(tree=fuse(config, read)),
         tokenizer=tokenizer or gguf_tokenizer(metadata, source=str(path)),
         chat_template=metadata.get("tokenizer.chat_template"),
+        special_tokens=gguf_special_tokens(metadata),
         eos_token_ids=config.eos_token_ids,
     )
 

@@ -50,6 +50,14 @@ def gguf_tokenizer(metadata: dict[str, Any], *, source: str) -> Tokenizer:
     return wrap(backend)
 
 
+def gguf_special_tokens(metadata: dict[str, Any]) -> dict[str, str]:
+    """The texts of the tokens that templates know by name: bos_token and its like."""
+    names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+    tokens: list[str] = metadata.get("tokenizer.ggml.tokens", [])
+    ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for key, name in names.items()}
+    return {name: tokens[i] for name, i in ids.items() if i is not None and i < len(tokens)}
+
+
 def _pre_tokenizer(split: str | None, source: str) -> Any:
     from tokenizers import Regex, pre_tokenizers
 

@@ -25,21 +25,22 @@ DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
-GENERATION_KEYS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "max_new_tokens",
-    "do_sample",
-)
+# Names in generation_config.json, and ours.
+GENERATION_KEYS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 def load_folder(
     folder: Path, *, dtype: torch.dtype | None, device: torch.device, tokenizer: Tokenizer | None = None
 ) -> LoadedModel:
-    """The model in a folder, in `dtype` (None: as its config says); weights are mapped, then fused.
+    """The model in a folder, in `dtype` (None: as its config says, else as stored); weights are mapped, then fused.
 
     Raises:
         ModelLoadError: an unknown architecture, a missing, unexpected or misshapen tensor, a damaged file, or
@@ -47,10 +48,8 @@ def load_folder(
     """
     raw = read_json(folder / "config.json")
     config = hf_model_config(raw, source=str(folder / "config.json"))
-    dtype = dtype or DTYPES.get(str(raw.get("dtype") or raw.get("torch_dtype")), torch.float32)
-    generation = (
-        read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
-    )
+    dtype = dtype or _config_dtype(raw, folder)
+    generation = _read_if_there(folder / "generation_config.json")
     with contextlib.ExitStack() as stack:
         shapes, files, read = _open_weights(folder, stack)
         check_shapes(config, shapes, source=str(folder), files=files)
@@ -62,9 +61,10 @@ def load_folder(
         params=Params(tree=tree),
         tokenizer=tokenizer or folder_tokenizer(folder),
         chat_template=folder_chat_template(folder),
+        special_tokens=folder_special_tokens(folder),
         eos_token_ids=tuple(dict.fromkeys(eos)),
         generation_defaults={
-            key: generation[key] for key in GENERATION_KEYS if generation.get(key) is not None
+            ours: generation[key] for key, ours in GENERATION_KEYS.items() if generation.get(key) is not None
         },
     )
 
@@ -86,6 +86,19 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def _read_if_there(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
+
+
+def _config_dtype(raw: dict[str, Any], folder: Path) -> torch.dtype | None:
+    named = raw.get("dtype") or raw.get("torch_dtype")
+    if named is not None and named not in DTYPES:
+        raise ModelLoadError(
+            f"{folder / 'config.json'}: dtype {named} is not supported; give another with dtype="
+        )
+    return None if named is None else DTYPES[named]
+
+
 def folder_tokenizer(folder: Path) -> Tokenizer | None:
     """The folder's tokenizer, None if it has none."""
     path = folder / "tokenizer.json"
@@ -97,11 +110,17 @@ def folder_chat_template(folder: Path) -> str | None:
     alone = folder / "chat_template.jinja"
     if alone.is_file():
         return alone.read_text(encoding="utf-8")
-    path = folder / "tokenizer_config.json"
-    template = read_json(path).get("chat_template") if path.is_file() else None
+    template = _read_if_there(folder / "tokenizer_config.json").get("chat_template")
     if isinstance(template, list):
         template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
     return template
+
+
+def folder_special_tokens(folder: Path) -> dict[str, str]:
+    """The texts of the tokens that templates know by name: bos_token and its like."""
+    known = _read_if_there(folder / "tokenizer_config.json")
+    found = {key: known[key] for key in SPECIAL_TOKENS if known.get(key) is not None}
+    return {key: token["content"] if isinstance(token, dict) else token for key, token in found.items()}
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -18,7 +18,6 @@ class LoadedModel:
     params: Params
     tokenizer: Tokenizer | None = None
     chat_template: str | None = None  # a jinja template of messages; None: not an instruct model
+    special_tokens: dict[str, str] = attrs.field(factory=dict)  # bos_token, eos_token, ... for the template
     eos_token_ids: tuple[int, ...] = ()
-    generation_defaults: dict[str, Any] = attrs.field(
-        factory=dict
-    )  # temperature, top_p, ... as its makers say
+    generation_defaults: dict[str, Any] = attrs.field(factory=dict)  # of SamplingParams, as its makers say

@@ -10,7 +10,8 @@ from purestep.pure.errors import ModelLoadError
 
 REPLACEMENT = "\ufffd"  # what decoders give for bytes that are no UTF-8
 UNDECIDED = 3  # bytes of a UTF-8 character that lacks its end, at most
-PATIENCE = 8  # tokens held back, at most
+MOST_HELD = UNDECIDED * UNDECIDED  # tokens that may be behind as many replacement characters
+PATIENCE = 8  # tokens to wait for the end of a character; more than any character has
 
 
 @attrs.frozen
@@ -67,7 +68,7 @@ class StreamDecoder:
         else:
             num_held = _num_undecided(text)
             piece = text[self._num_given : len(text) - num_held]
-            self._restart(self._window[-UNDECIDED - 1 :], given=False, num_held=num_held)
+            self._restart(self._window[-MOST_HELD:], given=False, num_held=num_held)
         return piece
 
     def finish(self) -> str:

@@ -94,7 +94,7 @@ def test_records_of_data_are_compared_by_identity_and_static_ones_by_value() -> 
 def test_leaves_are_the_fields_that_are_not_static() -> None:
     leaves, structure = pytree.tree_flatten(outer())
 
-    assert len(leaves) == 4  # weight, bias (None is a leaf), two pieces
+    assert len(leaves) == 3  # weight, two pieces; bias is None, which is structure
     assert structure == pytree.tree_structure(outer())
     assert structure != pytree.tree_structure(replace(outer(), size=4))
     assert equal(outer(), pytree.tree_unflatten(leaves, structure))
@@ -105,7 +105,7 @@ def test_leaves_are_the_fields_that_are_not_static() -> None:
 def test_leaves_are_named_by_their_fields() -> None:
     paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(outer())[0]]
 
-    assert paths == [".inner.weight", ".inner.bias", ".pieces[0]", ".pieces[1]"]
+    assert paths == [".inner.weight", ".pieces[0]", ".pieces[1]"]
 
 
 def test_torch_may_put_anything_where_tensors_were() -> None:
@@ -118,9 +118,7 @@ def test_records_flow_through_vmap_grad_and_make_fx() -> None:
 
     batched = torch.vmap(grown, in_dims=(None, 0))(value, amounts)
     traced = make_fx(grown)(value, amounts[2])(value, amounts[2])
-    gradient = torch.func.grad(lambda v: total(grown(v, amounts[2])))(
-        pytree.tree_map(lambda leaf: torch.zeros(3) if leaf is None else leaf, value)
-    )
+    gradient = torch.func.grad(lambda v: total(grown(v, amounts[2])))(value)
 
     for index, alone in enumerate(expected):
         assert equal(alone, pytree.tree_map(lambda leaf, i=index: leaf[i].clone(), batched))

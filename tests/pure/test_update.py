@@ -13,15 +13,13 @@ from hypothesis import strategies as st
 from purestep.pure.errors import SchedulerOutputError
 from purestep.pure.record import replace
 from purestep.pure.records.batch import BatchLimits, InputBatch
-from purestep.pure.records.outputs import StepOutput
 from purestep.pure.records.sampling_params import SamplingParams
 from purestep.pure.records.scheduler_output import CachedRequestData, SchedulerOutput
-from purestep.pure.settle import settle
 from purestep.pure.update import update_states
 from tests.laws import assert_pure, digest
 from tests.profiles import examples
 from tests.schedules import Moment, Schedule, drive
-from tests.tiny import cached_requests, column, new_request, scheduled
+from tests.tiny import cached_requests, column, decode, new_request, scheduled, settled
 
 LIMITS = BatchLimits(max_num_reqs=3, max_model_len=16, vocab_size=8, block_sizes=(4,), num_blocks=(20,))
 
@@ -91,27 +89,10 @@ def decoding(num_reqs: int = 2) -> InputBatch:
     return settled(update_states(empty, scheduled(*new, counts=dict.fromkeys(names, 3))))
 
 
-def settled(batch: InputBatch, token: int = 5) -> InputBatch:
-    """After a step in which every request that completed its history got this token."""
-    rows = batch.layout.row_of_index
-    computed = batch.columns.num_computed_tokens_bound[rows]
-    complete = computed >= batch.columns.num_tokens[rows]
-    output = StepOutput(
-        sampled_token_ids=np.where(complete, token, -1)[:, None].astype(np.int32),
-        num_computed_tokens=computed,
-        active=np.ones(len(rows), np.bool_),
-        has_nan=np.zeros(len(rows), np.bool_),
-    )
-    return settle(batch, batch, output)
-
-
 def test_a_steady_step_shares_everything_but_the_bound() -> None:
     """Decoding goes on: rows, ids, layout and all other columns are the very same objects."""
-    before = decoding()
-    cached = cached_requests(before, "a", "b", new_block_ids={"a": ((7,),), "b": ((8,),)})
-    before = settled(update_states(before, scheduled(cached=cached, counts={"a": 1, "b": 1})))
-    output = scheduled(cached=cached_requests(before, "a", "b"), counts={"a": 1, "b": 1})
-    after = update_states(before, output)
+    before = settled(decode(decoding(), "a", "b", new_block_ids={"a": ((7,),), "b": ((8,),)}))
+    after = decode(before, "a", "b")
     shared = ("limits", "rows", "row_of", "parked", "req_ids", "layout")
     assert all(getattr(after, name) is getattr(before, name) for name in shared)
     names = {field.name for field in attrs.fields(type(before.columns))}
@@ -126,7 +107,7 @@ def test_the_layout_goes_on_while_only_its_bound_grows() -> None:
     before = settled(update_states(InputBatch.make_empty(limits), scheduled(new, counts={"a": 64})))
     lengths = []
     for _ in range(12):
-        after = update_states(before, scheduled(cached=cached_requests(before, "a"), counts={"a": 1}))
+        after = decode(before, "a")
         lengths.append(after.layout.bounds.max_seq_len)
         if before.layout.bounds.max_query_len == 1:
             assert after.layout.query_start_loc is before.layout.query_start_loc
@@ -177,9 +158,7 @@ def test_blocks_are_appended_or_replaced(resumed: bool, blocks: list[int]) -> No
 
 def test_outputs_are_cut_back() -> None:
     """The scheduler takes outputs back: tokens end where it says, and the row is written anew."""
-    before = decoding()
-    cached = cached_requests(before, "a", "b", new_block_ids={"b": ((8,),)})
-    before = settled(update_states(before, scheduled(cached=cached, counts={"a": 1, "b": 1})), token=6)
+    before = settled(decode(decoding(), "a", "b", new_block_ids={"b": ((8,),)}), token=6)
     cached = replace(
         cached_requests(before, "a", "b"), num_computed_tokens=column(2, 4), num_output_tokens=column(0, 2)
     )
@@ -305,8 +284,7 @@ def test_a_contradiction_is_refused_and_nothing_changes(name: str, unchecked_rec
     with pytest.raises(SchedulerOutputError, match=case.message):
         update_states(batch, output)
     assert digest(batch) == before
-    after = update_states(batch, scheduled(cached=cached_requests(batch, "a", "b"), counts={"a": 1, "b": 1}))
-    assert after.req_ids == ("a", "b")
+    assert decode(batch, "a", "b").req_ids == ("a", "b")
 
 
 def test_no_free_row() -> None:
@@ -324,7 +302,7 @@ def test_the_last_token_of_the_model_may_be_computed() -> None:
     """max_model_len tokens fit, one more does not."""
     new = new_request("a", (1,) * 15, ((1, 2, 3, 4, 5),))
     batch = settled(update_states(InputBatch.make_empty(LIMITS), scheduled(new, counts={"a": 15})))
-    batch = update_states(batch, scheduled(cached=cached_requests(batch, "a"), counts={"a": 1}))
+    batch = decode(batch, "a")
     assert batch.columns.num_computed_tokens_bound[0] == LIMITS.max_model_len
     ahead = CachedRequestData(("a",), column(16), column(2))
     with pytest.raises(SchedulerOutputError, match="max_model_len is 16"):
@@ -333,8 +311,7 @@ def test_the_last_token_of_the_model_may_be_computed() -> None:
 
 def test_a_request_left_out_while_its_step_is_in_flight_waits_for_it() -> None:
     """Its last token is not known yet, so it may not come back as if it were."""
-    first = decoding()
-    begun = update_states(first, scheduled(cached=cached_requests(first, "a", "b"), counts={"a": 1, "b": 1}))
+    begun = decode(decoding(), "a", "b")
     cached = CachedRequestData(("b",), column(4), column(2), new_block_ids={"b": ((8,),)})
     without = update_states(begun, scheduled(cached=cached, counts={"b": 1}))
     both = CachedRequestData(("b", "a"), column(5, 4), column(3, 2), new_block_ids={"a": ((7,),)})

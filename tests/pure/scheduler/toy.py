@@ -1,7 +1,8 @@
 """A toy device and a driver: the scheduler against a model whose every token can be foretold.
 
-The next token is a function of a request's id and of its whole history as read through the block tables from a cache of
-tokens. So a block that was shared, evicted, copied or handed out wrongly changes a token, or is found out where it lies.
+The next token is a function of a request's id and of its whole history as read through the block tables from a
+cache of tokens. So a block that was shared, evicted, copied or handed out wrongly changes a token, or is found out
+where it lies.
 """
 
 import zlib

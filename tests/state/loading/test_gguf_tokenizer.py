@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from purestep.pure.errors import ModelLoadError
-from purestep.state.loading.gguf_tokenizer import LLAMA_3, QWEN_2, gguf_tokenizer
+from purestep.state.loading.gguf_tokenizer import LLAMA_3, QWEN_2, gguf_special_tokens, gguf_tokenizer
 from purestep.state.loading.tokenizer import Tokenizer
 
 # SmolLM2 has no token for some bytes, and drops what is spelled with them.
@@ -64,6 +64,12 @@ def test_a_beginning_is_added_where_the_model_wants_it() -> None:
     assert pieces("ab", add_bos_token=True) == ["<bos>", "ab"]
     tokenizer = gguf_tokenizer(metadata(add_bos_token=True), source="here")
     assert tokenizer.encode("ab", add_special_tokens=False) == [TOKENS.index("ab")]
+
+
+def test_special_tokens_by_name() -> None:
+    """As far as the metadata has them; an id outside the vocabulary names nothing."""
+    known = metadata(eos_token_id=1, padding_token_id=10**6)
+    assert gguf_special_tokens(known) == {"bos_token": "<bos>", "eos_token": "<|tool|>"}
 
 
 def test_patterns_are_the_published_ones() -> None:

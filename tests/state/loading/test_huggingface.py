@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils._pytree import tree_leaves
 
 from purestep.pure.errors import ModelLoadError
+from purestep.pure.records.sampling_params import SamplingParams
 from purestep.state.loading.huggingface import load_folder
 from purestep.state.loading.loaded import LoadedModel
 from purestep.state.loading.tokenizer import Tokenizer
@@ -68,7 +69,7 @@ def test_shards_are_put_together(folder: Path) -> None:
 
 
 def test_dtype_is_the_configs_unless_asked_for(folder: Path) -> None:
-    """bfloat16 if the config says so in either spelling; any other on demand."""
+    """As the config says in either spelling, else as stored; any other on demand."""
     assert load(folder).params.tree["embed"].dtype == torch.float32
     assert load(folder, torch.float64).params.tree["layers"][0]["qkv"].dtype == torch.float64
     config = json.loads((folder / "config.json").read_text())
@@ -76,6 +77,11 @@ def test_dtype_is_the_configs_unless_asked_for(folder: Path) -> None:
         config.pop("dtype", None)
         (folder / "config.json").write_text(json.dumps(config | {key: "bfloat16"}))
         assert {leaf.dtype for leaf in tree_leaves(load(folder).params)} == {torch.bfloat16}
+        (folder / "config.json").write_text(json.dumps(config | {key: "float8"}))
+        with pytest.raises(ModelLoadError, match=r"config\.json: dtype float8 is not supported"):
+            load(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    assert {leaf.dtype for leaf in tree_leaves(load(folder).params)} == {torch.float32}
 
 
 def test_what_generation_config_says(folder: Path) -> None:
@@ -87,12 +93,13 @@ def test_what_generation_config_says(folder: Path) -> None:
         "temperature": 0.6,
         "top_p": None,
         "do_sample": True,
-        "pad_token_id": 0,
+        "max_new_tokens": 9,
     }
     (folder / "generation_config.json").write_text(json.dumps(generation))
     loaded = load(folder)
     assert loaded.eos_token_ids == (5, 7)
-    assert loaded.generation_defaults == {"temperature": 0.6, "do_sample": True}
+    assert loaded.generation_defaults == {"temperature": 0.6, "max_tokens": 9}
+    SamplingParams(**loaded.generation_defaults)
     (folder / "generation_config.json").unlink()
     assert load(folder).eos_token_ids == (5,)
 
@@ -110,9 +117,10 @@ def test_tokenizer_and_templates(folder: Path, smollm_tokenizer: Tokenizer) -> N
     assert load(folder).chat_template == "three"
     (folder / "chat_template.jinja").write_text("four")
     assert load(folder).chat_template == "four"
-    path.write_text(json.dumps({"bos_token": "<s>"}))
+    path.write_text(json.dumps({"bos_token": "<s>", "eos_token": {"content": "</s>"}, "pad_token": None}))
     (folder / "chat_template.jinja").unlink()
     assert load(folder).chat_template is None
+    assert load(folder).special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 def change(folder: Path, **changes: torch.Tensor | None) -> None:

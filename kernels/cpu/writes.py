@@ -1,0 +1,30 @@
+"""Writing into the leaves of device state, in place."""
+
+import torch
+from torch import Tensor
+
+
+def write(table: Tensor, indices: tuple[Tensor, ...], values: Tensor) -> Tensor:
+    """`table` after `table[indices] = values`."""
+    return table.index_put_(tuple(index.to(torch.int64) for index in indices), values.to(table.dtype))
+
+
+def copy_blocks(kv: Tensor, source: Tensor, target: Tensor) -> Tensor:
+    """`kv` after `kv[target] = kv[source]`; sources are read before any write."""
+    return kv.index_copy_(0, target.to(torch.int64), kv[source])
+
+
+def zero_blocks(kv: Tensor, blocks: Tensor) -> Tensor:
+    """`kv` after `kv[blocks] = 0`."""
+    return kv.index_fill_(0, blocks.to(torch.int64), 0)
+
+
+def write_kv(kv: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> Tensor:
+    """`kv` after k and v [tokens, kv_heads, dim] were put at their slots, slot_mapping int64 [tokens] >= 0."""
+    num_blocks, _, block_size, num_kv_heads, dim = kv.shape
+    rows = kv.view(num_blocks * 2 * block_size, num_kv_heads * dim)
+    # A block's keys come before its values: a slot's key lies one plane further on for each block before it.
+    key = slot_mapping + slot_mapping.div(block_size, rounding_mode="floor") * block_size
+    for row, x in ((key, k), (key + block_size, v)):
+        rows.index_copy_(0, row, x.flatten(1).to(kv.dtype))
+    return kv

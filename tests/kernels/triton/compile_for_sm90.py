@@ -1,0 +1,134 @@
+"""Compiles every launch of the Triton kernels for sm_90, on a machine without a GPU: run as a script, in a process whose
+TRITON_INTERPRET is not set.
+
+The interpreter accepts what a compiler refuses: products of fewer than 16 rows, types that change in a loop, too much
+shared memory. The functions are called with tensors of the meta device; where they would launch, they compile.
+Prints a line of JSON per compiled kernel: name, seconds, bytes of shared memory, registers that spill.
+"""
+
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+SHARED_MEMORY = 227 * 1024  # bytes that a block may have on sm_90
+
+
+class NoDevice:
+    """Enough of a driver to compile for a device that is not there."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_instead_of_launching() -> dict[str, Any]:
+    """From now on launches only compile; returns what has been compiled so far, by kernel and hash."""
+    driver.set_active(NoDevice())
+    compiled: dict[str, Any] = {}
+    run = JITFunction.run
+
+    def only_compile(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        if kernel.hash not in compiled:
+            compiled[kernel.hash] = kernel
+            line = {
+                "kernel": kernel.name,
+                "s": round(time.perf_counter() - start, 2),
+                "shared": kernel.metadata.shared,
+                "wgmma": "wgmma" in kernel.asm["ptx"],
+            }
+            print(json.dumps(line), flush=True)
+            assert kernel.metadata.shared <= SHARED_MEMORY, line
+        return kernel
+
+    JITFunction.run = only_compile
+    return compiled
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def ints(*shape: int) -> Tensor:
+    return meta(*shape, dtype=torch.int32)
+
+
+def call_attention(dtype: torch.dtype, dim: int, heads: int, kv_heads: int, **form: Any) -> None:
+    """Writing, decoding in one part and in several, and mixed batches."""
+    from purestep.kernels.triton.attention import attend
+
+    for reqs, max_query_len in ((2, 1), (600, 1), (4, 7)):
+        tokens = reqs * max_query_len
+        qkv = meta(tokens, heads + 2 * kv_heads, dim, dtype=dtype)
+        q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
+        kv = meta(64, 2, 16, kv_heads, dim, dtype=dtype)
+        batch = (ints(reqs + 1), ints(reqs), ints(reqs, 8), meta(tokens, dtype=torch.int64))
+        attend(q, k, v, kv, *batch, max_query_len=max_query_len, max_seq_len=128, scale=0.1, **form)
+
+
+def call_dense(dtype: torch.dtype) -> None:
+    from purestep.kernels.triton.dense import add_rms_norm, rms_norm, rotate, silu_and_mul
+
+    hidden, gain = meta(5, 2048, dtype=dtype), meta(2048, dtype=dtype)
+    rms_norm(hidden, gain, 1e-5)
+    add_rms_norm(hidden, hidden, gain, 1e-5)
+    q, k = meta(5, 8, 96, dtype=dtype), meta(5, 2, 96, dtype=dtype)
+    rms_norm(q, meta(96, dtype=dtype), 1e-5)
+    rotate(q, k, meta(5, 48, dtype=dtype), meta(5, 48, dtype=dtype))
+    silu_and_mul(hidden)
+
+
+def call_the_rest() -> None:
+    from purestep.kernels.triton import cuda_donating
+
+    kernels = cuda_donating()
+    kernels.ragged_index(ints(5), 9)
+    kernels.write(ints(7, 30), (ints(6), ints(4, 1)), ints(4, 6))
+    kernels.write(ints(30, 7), (ints(4),), ints(4, 7))
+    kernels.write(meta(9, 2, 16, 8), (ints(4, 1), ints(2), ints(4, 1)), meta(4, 2, 8))
+    kv = meta(9, 2, 16, 2, 64, dtype=torch.bfloat16)
+    kernels.copy_blocks(kv, ints(3), ints(3))
+    kernels.zero_blocks(kv, ints(3))
+    kernels.embed(meta(100, 64, dtype=torch.bfloat16), ints(5))
+    logits, reqs = meta(4, 128256), meta(4)
+    seeds = meta(4, dtype=torch.int64)
+    kernels.greedy(logits)
+    kernels.draw(logits, kernels.uniforms(seeds, seeds, ints(4), purpose=0, width=128256))
+    kernels.truncate(kernels.scale_by_temperature(logits, reqs), ints(4), reqs, reqs)
+    kernels.penalize(logits, ints(4, 300), ints(4), ints(4), reqs, reqs, reqs)
+    kernels.gather_logprobs(logits, seeds, 0)
+    kernels.gather_logprobs(logits, seeds, 20)
+
+
+def main() -> None:
+    compiled = compile_instead_of_launching()
+    call_attention(torch.bfloat16, 128, 32, 8)
+    call_attention(torch.bfloat16, 64, 32, 8, sliding_window=64, soft_cap=30.0)
+    if "--all" in sys.argv:
+        for dtype in (torch.bfloat16, torch.float32):
+            for dim in (32, 96, 256):
+                call_attention(dtype, dim, 6, 2)
+        call_attention(torch.float32, 64, 32, 8)
+        call_attention(torch.float32, 128, 32, 8)
+        call_dense(torch.float32)
+    call_dense(torch.bfloat16)
+    call_the_rest()
+    print(json.dumps({"compiled": len(compiled), "triton": triton.__version__}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Paged attention: float64's values within the type's rounding, and exactly nothing where nothing is to be seen."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.kernels.triton.cases import PADDING, AttentionCase, attention_case, relative_error
+from tests.kernels.triton.device import DEVICE, few, quiet
+from tests.laws import equal
+
+from purestep.kernels.triton.attention import attend  # isort: skip
+
+pytestmark = quiet
+
+# Norm-wise. Narrow types round q, k, v before (not counted here), the weights and the result.
+ERROR = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+DTYPES = tuple(ERROR)
+FORM = st.fixed_dictionaries(
+    {"sliding_window": st.sampled_from([None, 1, 20]), "soft_cap": st.sampled_from([None, 4.0])}
+)
+SHAPE = st.sampled_from(
+    [
+        dict(heads=4, kv_heads=2, dim=32),
+        dict(heads=3, kv_heads=1, dim=64),
+        dict(heads=2, kv_heads=2, dim=96),
+        dict(heads=5, kv_heads=1, dim=32, block_size=48),
+        dict(heads=8, kv_heads=1, dim=128, block_size=64),
+    ]
+)
+DECODES = st.lists(
+    st.sampled_from([(0, 1), (0, 0), (1, 1), (16, 1), (70, 1), (40, 0)]), min_size=1, max_size=3
+)
+MIXES = st.lists(
+    st.sampled_from([(0, 2), (0, 0), (1, 1), (3, 3), (40, 9), (70, 1), (70, 34)]), min_size=1, max_size=3
+)
+
+
+def check(case: AttentionCase, dtype: torch.dtype, **changes: Any) -> None:
+    """Values, exact zeros, and the cache: this step's entries written, all else bit for bit as before."""
+    t = case.tensors
+    out, kv = case.run(attend, **changes)
+    expected = case.expected()
+    assert out.dtype == dtype
+    if expected.any():
+        assert relative_error(out, expected) < ERROR[dtype]
+    blind = expected.flatten(1).abs().sum(1) == 0
+    assert blind[len(blind) - PADDING :].all() and not out[blind].any()
+    wanted, block_size = t["kv"].clone(), t["kv"].shape[2]
+    for token, slot in enumerate(t["slot_mapping"].tolist()):
+        wanted[slot // block_size, :, slot % block_size] = torch.stack((t["k"][token], t["v"][token]))
+    assert equal(kv[1:], wanted[1:])
+
+
+@few(12)
+@given(DECODES, SHAPE, FORM, st.sampled_from(DTYPES), st.integers(0, 2**31))
+def test_decoding(
+    requests: list[Any], shape: dict[str, int], form: dict[str, Any], dtype: torch.dtype, seed: int
+) -> None:
+    """One query a request, or none; idle requests and padding give exactly 0, unused slots hold NaN."""
+    check(attention_case(requests, **shape, **form, dtype=dtype, device=DEVICE, seed=seed), dtype)
+
+
+@few(12)
+@given(MIXES, SHAPE, FORM, st.sampled_from(DTYPES), st.integers(0, 2**31))
+def test_mixed_batches(
+    requests: list[Any], shape: dict[str, int], form: dict[str, Any], dtype: torch.dtype, seed: int
+) -> None:
+    """Whole prompts, chunks and decodes, of lengths that tiles do not divide."""
+    case = attention_case(requests, **shape, **form, dtype=dtype, device=DEVICE, seed=seed)
+    check(case, dtype, max_query_len=max(2, case.static["max_query_len"]))
+
+
+@few(6)
+@given(st.sampled_from([1, 63, 200, 5000]), st.sampled_from([(1, 1), (70, 1), (70, 5)]))
+def test_bounds_change_no_bit(extra: int, request: tuple[int, int]) -> None:
+    """Neither a larger max_seq_len nor, among batches that are not all decoding, a larger max_query_len."""
+    case = attention_case([request, (20, 1)], device=DEVICE)
+    bounds = {"max_seq_len": case.static["max_seq_len"] + extra}
+    if request[1] > 1:
+        bounds["max_query_len"] = request[1] + extra
+    assert equal(case.run(attend)[0], case.run(attend, **bounds)[0])
+
+
+def test_many_requests_are_not_split() -> None:
+    """With more requests than programs are wanted each has its keys in one part."""
+    requests = [(length, 1) for length in (0, 1, 5, 17)] * 70
+    check(attention_case(requests, heads=2, device=DEVICE), torch.float32)
+
+
+def test_nan_is_passed_on() -> None:
+    """A request that reads NaN gives NaN, which is how it is found out; its neighbours do not."""
+    case = attention_case([(5, 1), (20, 1), (7, 3)], device=DEVICE)
+    case.tensors["k"][1] = math.nan
+    for max_query_len in (1, 3):
+        out, _ = case.run(attend, max_query_len=max_query_len)
+        assert out[1].isnan().all() and not out[0].isnan().any()
+
+
+def test_nothing_to_do() -> None:
+    case = attention_case([(5, 1)], device=DEVICE)
+    nothing = {name: case.tensors[name][:0] for name in ("q", "k", "v", "slot_mapping")}
+    assert case.run(attend, **nothing)[0].shape == (0, 4, 32)
+
+
+def test_float64_is_refused() -> None:
+    case = attention_case([(5, 1)], device=DEVICE)
+    with pytest.raises(TypeError, match="float64"):
+        case.run(attend, q=case.tensors["q"].double())
+
+
+def random_requests(count: int, longest: int, most_queries: int, seed: int) -> list[tuple[int, int]]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, longest, (count,), generator=generator).tolist()
+    queries = torch.randint(1, most_queries + 1, (count,), generator=generator).tolist()
+    return [(length, min(length, query) or 1) for length, query in zip(lengths, queries, strict=True)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(32, 8, 64), (32, 8, 128), (16, 8, 128), (6, 2, 96), (8, 4, 256)]
+)
+@pytest.mark.parametrize("count", [1, 9, 100])
+@pytest.mark.parametrize("form", [{}, {"sliding_window": 300}, {"soft_cap": 5.0}])
+def test_large_batches(
+    dtype: torch.dtype, heads: int, kv_heads: int, dim: int, count: int, form: dict[str, Any]
+) -> None:
+    shape = dict(heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype, device=DEVICE)
+    longest = 3000 if count < 100 else 700
+    check(attention_case(random_requests(count, longest, 1, count), **shape, **form), dtype)
+    check(
+        attention_case([(longest, longest), *random_requests(count, longest, 200, count)], **shape, **form),
+        dtype,
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("requests", [[(40000, 1)], [(40000, 5), (3, 1)]])
+def test_long_requests(requests: list[tuple[int, int]]) -> None:
+    check(attention_case(requests, heads=8, dim=64, dtype=torch.bfloat16, device=DEVICE), torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("queries", [1, 40])
+def test_offsets_of_64_bits(queries: int) -> None:
+    """Blocks whose first element lies beyond 2**31."""
+    spare = 2**31 // (2 * 16 * 2 * 64) + 1000
+    case = attention_case([(100, queries)], dim=64, dtype=torch.bfloat16, device=DEVICE, spare_blocks=spare)
+    assert int(case.tensors["block_table"][0, 0]) * 2 * 16 * 2 * 64 > 2**31
+    check(case, torch.bfloat16)
+
+
+@pytest.mark.gpu
+def test_same_bits_every_time() -> None:
+    """Fifty runs of a batch whose keys are split among programs."""
+    case = attention_case(
+        random_requests(5, 4000, 1, 3), heads=32, kv_heads=8, dim=64, dtype=torch.bfloat16, device=DEVICE
+    )
+    first = case.run(attend)[0]
+    assert all(torch.equal(first, case.run(attend)[0]) for _ in range(50))

@@ -1,0 +1,62 @@
+"""Reading log-probabilities: the likeliest in order, equal ones by id, without sorting the row."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from purestep.kernels.reference import reference
+from tests.kernels.triton.device import DEVICE, few, quiet
+
+from purestep.kernels.triton.logprobs import MOST, gather_by, gather_logprobs  # isort: skip
+
+pytestmark = quiet
+
+VALUE = st.sampled_from([-math.inf, -3.0, -1.0, -0.0, 0.0]) | st.floats(-50, 0, width=32)
+ROW = st.lists(VALUE, min_size=12, max_size=12)
+
+
+def assert_same(ours: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    for own, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(own, other, rtol=0, atol=0, equal_nan=True)
+
+
+@few(15)
+@given(
+    ROW,
+    st.integers(0, 11),
+    st.sampled_from([0, 1, 2, 5, 12]),
+    st.sampled_from([(2, 4), (2, 16), (128, 2048)]),
+)
+def test_equals_reference(row: list[float], token: int, n: int, way: tuple[int, int]) -> None:
+    """However few candidates a list may hold."""
+    logprobs = torch.tensor([row, row[::-1]], device=DEVICE)
+    ids = torch.tensor([token, 11 - token], device=DEVICE)
+    ours = gather_by(logprobs, ids, n, sub_block=way[0], capacity=way[1])
+    assert_same(ours, reference.gather_logprobs(logprobs, ids, n))
+
+
+def test_nan_comes_first() -> None:
+    logprobs = torch.tensor([[0.0, math.nan, 1.0, math.nan]], device=DEVICE)
+    ids = torch.tensor([2], device=DEVICE)
+    assert_same(gather_logprobs(logprobs, ids, 3), reference.gather_logprobs(logprobs, ids, 3))
+
+
+def test_more_than_fit_are_sorted() -> None:
+    logprobs = torch.randn(1, MOST + 60, device=DEVICE)
+    ids = torch.tensor([5], device=DEVICE)
+    assert_same(gather_logprobs(logprobs, ids, MOST + 9), reference.gather_logprobs(logprobs, ids, MOST + 9))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [1, 20, 1000])
+@pytest.mark.parametrize("levels", [0, 1])
+def test_large_rows(n: int, levels: int) -> None:
+    """With distinct values and with thousands of ties."""
+    logprobs = torch.randn(33, 128256, device=DEVICE)
+    logprobs = logprobs.round() if levels else logprobs
+    ids = torch.randint(128256, (33,), device=DEVICE)
+    assert_same(gather_logprobs(logprobs, ids, n), reference.gather_logprobs(logprobs, ids, n))

@@ -76,9 +76,8 @@ def _shown(size: int | MultipleOf) -> str:
 
 def kernel_block_ids(block_ids: Int[np.ndarray, " blocks"], num_kernel_blocks: int) -> NDArray[np.int32]:
     """The kernel blocks that these blocks of the scheduler consist of, in order: int32 [blocks * num_kernel_blocks]."""
-    first = np.asarray(block_ids, np.int32)[:, None] * np.int32(num_kernel_blocks)
-    ids: NDArray[np.int32] = (first + np.arange(num_kernel_blocks, dtype=np.int32)).reshape(-1)
-    return ids
+    first: NDArray[np.int64] = np.asarray(block_ids, np.int64) * num_kernel_blocks
+    return (first[:, None] + np.arange(num_kernel_blocks)).reshape(-1).astype(np.int32)
 
 
 def kv_cache_groups(

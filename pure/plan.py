@@ -21,6 +21,7 @@ from purestep.pure.records.sampling_rows import (
     packed_row,
     stop_ids_of,
 )
+from purestep.pure.rows import changed_entries
 
 _NO_WORDS = frozen(np.zeros(0, np.int32))
 _NO_ENTRIES = frozen(np.zeros((0, 3), np.int32))
@@ -88,8 +89,7 @@ def _admitted(batch: InputBatch, absorbed: InputBatch) -> list[int]:
     now, then = batch.rows.requests, absorbed.rows.requests
     if now is then:
         return []
-    pairs = enumerate(zip(now, then, strict=True))
-    return [row for row, (request, old) in pairs if request is not old and request is not None]
+    return [row for row in changed_entries(now, then) if now[row] is not None]
 
 
 def _ledger_entries(batch: InputBatch, rows: Sequence[int]) -> NDArray[np.int32]:
@@ -133,8 +133,7 @@ def _block_entries(batch: InputBatch, absorbed: InputBatch, group: int) -> NDArr
     now, then = batch.rows.block_ids[group], absorbed.rows.block_ids[group]
     if now is then:
         return _NO_ENTRIES
-    rows = [row for row, (tape, old) in enumerate(zip(now, then, strict=True)) if tape is not old]
-    return _tails(rows, now, then)
+    return _tails(changed_entries(now, then), now, then)
 
 
 def _tails(rows: Sequence[int], now: Sequence[Tape | None], then: Sequence[Tape | None]) -> NDArray[np.int32]:

@@ -1,6 +1,8 @@
 """Edits of a batch's rows: who sits where. Each returns a new batch; untouched columns stay the same objects."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress, repeat
+from operator import is_, is_not
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -29,6 +31,19 @@ def with_entries(column: tuple[Any, ...], entries: Mapping[int, Any]) -> tuple[A
     for index, value in entries.items():
         items[index] = value
     return tuple(items)
+
+
+def without(entries: MappingProxyType[str, T], names: Iterable[str]) -> MappingProxyType[str, T]:
+    """The mapping without these names, all of which it has; the same object if there are none."""
+    left = entries.copy()
+    for name in names:
+        del left[name]
+    return entries if len(left) == len(entries) else MappingProxyType(left)
+
+
+def changed_entries(now: Sequence[Any], then: Sequence[Any]) -> list[int]:
+    """Where two sequences of one length hold different objects."""
+    return list(compress(range(len(now)), map(is_not, now, then)))
 
 
 def rows_of(batch: InputBatch, req_ids: Sequence[str]) -> NDArray[np.intp]:
@@ -87,7 +102,6 @@ def release(batch: InputBatch, req_ids: Sequence[str]) -> InputBatch:
         return batch
     rows = [batch.row_of[r] for r in req_ids]
     nobody: dict[int, None] = dict.fromkeys(rows)
-    gone = set(req_ids)
     released_at = with_items(batch.columns.released_at, rows, batch.clock.num_begun)
     return replace(
         batch,
@@ -97,7 +111,7 @@ def release(batch: InputBatch, req_ids: Sequence[str]) -> InputBatch:
             tuple(with_entries(group, nobody) for group in batch.rows.block_ids),
         ),
         columns=replace(batch.columns, released_at=released_at),
-        row_of=MappingProxyType({r: row for r, row in batch.row_of.items() if r not in gone}),
+        row_of=without(batch.row_of, req_ids),
     )
 
 
@@ -123,14 +137,15 @@ def place(batch: InputBatch, arrivals: Sequence[Parked]) -> InputBatch:
             ),
         ),
         columns=_columns(batch, free, arrivals),
-        row_of=MappingProxyType(dict(batch.row_of) | {a.request.req_id: row for row, a in placed.items()}),
-        parked=MappingProxyType({r: p for r, p in batch.parked.items() if r not in names}),
+        row_of=MappingProxyType(batch.row_of | {a.request.req_id: row for row, a in placed.items()}),
+        parked=without(batch.parked, names & batch.parked.keys()),
     )
 
 
 def _free_rows(batch: InputBatch, wanted: int) -> list[int]:
     settled, released = batch.clock.num_settled, batch.columns.released_at
-    free = [row for row, r in enumerate(batch.rows.requests) if r is None and released[row] <= settled]
+    empty = compress(range(batch.limits.max_num_reqs), map(is_, batch.rows.requests, repeat(None)))
+    free = [row for row in empty if released[row] <= settled]
     if len(free) < wanted:
         raise SchedulerOutputError(
             f"{wanted} requests are to be admitted and {len(free)} of {batch.limits.max_num_reqs} rows are free "

@@ -18,7 +18,17 @@ from purestep.pure.record import replace
 from purestep.pure.records.batch import CachedRequestState, Clock, Columns, InputBatch, Parked, Rows
 from purestep.pure.records.layout import Layout, LayoutBounds, bucket, sampler_shape
 from purestep.pure.records.scheduler_output import BlockIds, NewRequestData, SchedulerOutput
-from purestep.pure.rows import check_blocks, occupied, place, release, room, rows_of, tapes, with_entries
+from purestep.pure.rows import (
+    check_blocks,
+    occupied,
+    place,
+    release,
+    room,
+    rows_of,
+    tapes,
+    with_entries,
+    without,
+)
 
 
 def update_states(batch: InputBatch, scheduler_output: SchedulerOutput) -> InputBatch:
@@ -45,7 +55,7 @@ def update_states(batch: InputBatch, scheduler_output: SchedulerOutput) -> Input
         at, known = rows_of(batch, output.req_ids), rows_of(batch, cached.req_ids)
         rows = frozen(at.astype(np.int32))
     batch = _continue(batch, output, known)
-    return _lay_out(batch, output, rows, at)
+    return _lay_out(batch, output, rows, at, known)
 
 
 def _is_steady(batch: InputBatch, output: SchedulerOutput) -> bool:
@@ -64,11 +74,9 @@ def _is_steady(batch: InputBatch, output: SchedulerOutput) -> bool:
 
 def _drop(batch: InputBatch, req_ids: Iterable[str]) -> InputBatch:
     """Without these requests; ids that the batch does not know are ignored, as upstream does."""
-    gone = {r for r in req_ids if r in batch.row_of or r in batch.parked}
-    if not gone:
-        return batch
-    parked = MappingProxyType({r: p for r, p in batch.parked.items() if r not in gone})
-    return replace(release(batch, [r for r in batch.row_of if r in gone]), parked=parked)
+    gone = sorted(req_ids)  # a set's order is not the same in every process
+    batch = release(batch, [r for r in gone if r in batch.row_of])
+    return replace(batch, parked=without(batch.parked, [r for r in gone if r in batch.parked]))
 
 
 def _park(batch: InputBatch, output: SchedulerOutput) -> InputBatch:
@@ -115,7 +123,7 @@ def _arriving(batch: InputBatch, new: NewRequestData) -> Parked:
 def _returning(batch: InputBatch, output: SchedulerOutput) -> list[Parked]:
     """Parked requests on their way back: resumed with a whole new list of blocks, or only left out for a while."""
     cached, back = output.scheduled_cached_reqs, []
-    for index, req_id in enumerate(cached.req_ids):
+    for index, req_id in enumerate(cached.req_ids if batch.parked else ()):
         entry = batch.parked.get(req_id)
         if entry is None:
             continue
@@ -207,11 +215,15 @@ def _grow(batch: InputBatch, resumed: frozenset[str], new_block_ids: Mapping[str
 
 
 def _lay_out(
-    batch: InputBatch, output: SchedulerOutput, rows: NDArray[np.int32], at: NDArray[np.intp]
+    batch: InputBatch,
+    output: SchedulerOutput,
+    rows: NDArray[np.int32],
+    at: NDArray[np.intp],
+    known: NDArray[np.intp],
 ) -> InputBatch:
     """The order of the batch, and how far it runs: the old layout while rows, counts and bounds are the same."""
     counts, old, columns = output.num_scheduled_tokens, batch.layout, batch.columns
-    start = _starts(batch, output, rows, at)
+    start = _starts(batch, output, at, known)
     end = start + counts
     check_counts(batch, output, at, start, end)
     is_steady = rows is old.row_of_index and not np.count_nonzero(counts != _counts(old))
@@ -246,14 +258,14 @@ def _with_bound(columns: Columns, bound: NDArray[np.int32]) -> Columns:
 
 
 def _starts(
-    batch: InputBatch, output: SchedulerOutput, rows: NDArray[np.int32], at: NDArray[np.intp]
+    batch: InputBatch, output: SchedulerOutput, at: NDArray[np.intp], known: NDArray[np.intp]
 ) -> NDArray[Any]:
     """The computed tokens from which each request goes on: the scheduler's word, or that at admission."""
-    cached = output.scheduled_cached_reqs
-    if rows is batch.layout.row_of_index:
-        return cached.num_computed_tokens
+    computed = output.scheduled_cached_reqs.num_computed_tokens
+    if known is at:
+        return computed
     start: NDArray[Any] = batch.columns.num_computed_tokens_settled.copy()
-    start[rows_of(batch, cached.req_ids)] = cached.num_computed_tokens
+    start[known] = computed
     return start[at]
 
 

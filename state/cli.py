@@ -104,11 +104,10 @@ def _generate(options: argparse.Namespace) -> None:
         chat = engine.is_chat_model and not options.raw
         if chat:
             prompts = [engine.chat_prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
-        settings = {"add_special_tokens": not chat}
         if len(prompts) == 1 and params.n == 1 and not options.jsonl:
-            _print_growing(engine.stream(prompts, params, **settings))
+            _print_growing(engine.stream(prompts, params, add_special_tokens=not chat))
             return
-        results = engine.generate(prompts, params, progress=not options.quiet, **settings)
+        results = engine.generate(prompts, params, progress=not options.quiet, add_special_tokens=not chat)
     for result in results:
         _print_json(result) if options.jsonl else _print_text(result)
 
@@ -116,7 +115,7 @@ def _generate(options: argparse.Namespace) -> None:
 def _prompts(options: argparse.Namespace) -> list[str]:
     if options.file is not None:
         lines = options.file.read_text(encoding="utf-8").splitlines()
-        return options.prompt + [line for line in lines if line.strip()]
+        return [*options.prompt, *(line for line in lines if line.strip())]
     if options.prompt:
         return list(options.prompt)
     if sys.stdin.isatty():

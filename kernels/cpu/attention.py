@@ -50,23 +50,28 @@ def attend(
     Source: https://arxiv.org/abs/2309.06180 (paged attention).
     """
     write_kv(kv, k, v, slot_mapping)
-    form = ScoreForm(scale, sliding_window, soft_cap)
     starts, lens = query_start_loc.tolist(), seq_lens.tolist()
-    decodes = [r for r, n in enumerate(lens) if n and starts[r + 1] - starts[r] == 1]
-    groups = _alike(decodes, lens, kv)
-    if len(groups) == 1 and len(decodes) == len(lens) == len(q):  # the steady state: nothing to put together
-        return _decode(q, kv, block_table, seq_lens, lens, form), kv
-    out = torch.zeros_like(q)
-    for group in groups:
-        rows, own = torch.tensor(group), [lens[r] for r in group]
+    form = ScoreForm(scale, sliding_window, soft_cap)
+    outputs = []  # of one request or more each, and the tokens that they belong to
+    decodes = [r for r, length in enumerate(lens) if length and starts[r + 1] - starts[r] == 1]
+    for group in _alike(decodes, lens, kv):
+        if len(group) == len(q) == len(lens):  # the steady state: one token of every request, all alike
+            return _decode(q, kv, block_table, seq_lens, lens, form), kv
+        rows = torch.tensor(group)
         tokens = query_start_loc[rows].to(torch.int64)
-        out.index_copy_(0, tokens, _decode(q[tokens], kv, block_table[rows], seq_lens[rows], own, form))
+        own = [lens[r] for r in group]
+        outputs.append((tokens, _decode(q[tokens], kv, block_table[rows], seq_lens[rows], own, form)))
     for r, length in enumerate(lens):
-        if length == 0 or starts[r + 1] - starts[r] <= 1:
-            continue
-        span = slice(starts[r], starts[r + 1])
-        out[span] = _prompt(q[span], k[span], v[span], kv, block_table[r], length, form)
-    return out, kv
+        if length and starts[r + 1] - starts[r] > 1:
+            span = slice(starts[r], starts[r + 1])
+            out = _prompt(q[span], k[span], v[span], kv, block_table[r], length, form)
+            if len(out) == len(q):
+                return out, kv
+            outputs.append((torch.arange(span.start, span.stop), out))
+    whole = torch.zeros_like(q)
+    for tokens, out in outputs:
+        whole.index_copy_(0, tokens, out)
+    return whole, kv
 
 
 def _alike(rows: list[int], lens: list[int], kv: Tensor) -> list[list[int]]:
@@ -78,10 +83,11 @@ def _alike(rows: list[int], lens: list[int], kv: Tensor) -> list[list[int]]:
     for r in rows:
         size = ((lens[r] - 1) // SHORT).bit_length()
         by_size.setdefault((size + 1) // 2, []).append(r)
+    token_bytes = 2 * kv.shape[3] * kv.shape[4] * kv.element_size()
     groups = []
     for group in by_size.values():
         longest = max(lens[r] for r in group)
-        at_once = max(1, GATHERED_BYTES // (longest * kv[0, :, 0].nbytes))
+        at_once = max(1, GATHERED_BYTES // (longest * token_bytes))
         groups += [group[i : i + at_once] for i in range(0, len(group), at_once)]
     return groups
 
@@ -116,13 +122,13 @@ def _decode(
 
 def _gather(kv: Tensor, table: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
     """Copies of the keys and values at positions start to end, each [reqs, end - start, kv_heads, dim]."""
-    block_size = kv.shape[2]
+    num_blocks, _, block_size, num_kv_heads, dim = kv.shape
     first, last = start // block_size, -(-end // block_size)
     planes = torch.add(KEYS_THEN_VALUES, table[:, None, first:last], alpha=2)
-    pages = kv.flatten(0, 1).index_select(0, planes.flatten())
-    pages = pages.view(len(table), 2, -1, *kv.shape[3:])
-    pages = pages[:, :, start - first * block_size : end - first * block_size]
-    return pages[:, 0], pages[:, 1]
+    pages = kv.view(2 * num_blocks, -1).index_select(0, planes.view(-1))
+    keys, values = pages.view(len(table), 2, -1, num_kv_heads, dim).unbind(1)
+    wanted = slice(start - first * block_size, end - first * block_size)
+    return keys[:, wanted], values[:, wanted]
 
 
 def _prompt(
@@ -160,7 +166,8 @@ def _weigh(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, form: ScoreForm, *, is_causal: bool = False
 ) -> Tensor:
     """Softmax of scores times values, over [batch, heads, tokens, dim]."""
-    k, v = k.to(q.dtype), v.to(q.dtype)
+    if k.dtype != q.dtype:
+        k, v = k.to(q.dtype), v.to(q.dtype)
     if form.soft_cap is None:
         return scaled_dot_product_attention(q, k, v, visible, is_causal=is_causal, scale=form.scale)
     wide = torch.promote_types(q.dtype, torch.float32)

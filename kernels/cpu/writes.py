@@ -24,7 +24,7 @@ def write_kv(kv: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> Tensor:
     num_blocks, _, block_size, num_kv_heads, dim = kv.shape
     rows = kv.view(num_blocks * 2 * block_size, num_kv_heads * dim)
     # A block's keys come before its values: a slot's key lies one plane further on for each block before it.
-    key = slot_mapping + slot_mapping.div(block_size, rounding_mode="floor") * block_size
-    for row, x in ((key, k), (key + block_size, v)):
-        rows.index_copy_(0, row, x.flatten(1).to(kv.dtype))
+    key = torch.add(slot_mapping, slot_mapping.div(block_size, rounding_mode="floor"), alpha=block_size)
+    for plane, x in ((rows, k), (rows[block_size:], v)):
+        plane.index_copy_(0, key, x.flatten(1).to(kv.dtype))
     return kv

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
-"""Paged attention of one query a request: the keys of a request are split among programs, and joined by a second kernel.
+"""Paged attention of one query a request: its keys are split among programs, whose parts a second kernel joins.
 
 How a request's keys are split depends on its own length and on the shape of the batch, never on the bounds: so
 a larger bound changes no bit. The parts are joined in order, sixteen at a time.

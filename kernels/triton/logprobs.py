@@ -16,7 +16,7 @@ from purestep.kernels.triton.select import (
     survey,
     weigh,
 )
-from purestep.kernels.triton.shared import LARGEST_KEY, SMALLEST_KEY, check_floats, check_rows
+from purestep.kernels.triton.shared import SMALLEST_KEY, check_floats, check_rows
 
 SUB_BLOCK = 128
 CAPACITY = 2048  # candidates of a row; with more, the largest are looked for in the whole row
@@ -60,7 +60,7 @@ def gather_by(
 
 @triton.jit
 def _collect(values, ids, count, highest, winners, N: tl.constexpr, HAS_IDS: tl.constexpr):
-    """Puts the N largest of a list, lower ids first where they are equal, into `winners`: numbers that sort like them."""
+    """Puts the N largest of a list, of equal ones those of lower id, into `winners`: as numbers that sort like them."""
     lowest = highest * 0 - INFINITY_KEY - 1
     cut = smallest_reaching(values, count, lowest, highest, (count - N).to(tl.float32), 0.0, False)
     spare = (

@@ -61,18 +61,19 @@ def empty_softmax(ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def load_tile(
-    kv, table, key, valid, kv_block, kv_plane, kv_slot, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    MASKED: tl.constexpr,
+    kv, table, key, valid, kv_block, kv_plane, kv_slot, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr,
+    WIDTH: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Keys and values [keys, WIDTH] at the positions `key`; 0 where not `valid`, whatever lies there.
 
     kv points at one head's place in the first slot, table at the block ids of the request.
     """
     lane = tl.arange(0, WIDTH)[None, :]
-    if MASKED:
-        block = tl.load(table + key // BLOCK_SIZE, mask=valid, other=0)
-    else:
-        block = tl.load(table + key // BLOCK_SIZE)
+    block = (
+        tl.load(table + key // BLOCK_SIZE, mask=valid, other=0)
+        if MASKED
+        else tl.load(table + key // BLOCK_SIZE)
+    )
     place = kv + (block.to(tl.int64) * kv_block + (key % BLOCK_SIZE) * kv_slot)[:, None] + lane
     if MASKED:
         mask = valid[:, None] & (lane < DIM)

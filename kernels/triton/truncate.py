@@ -92,9 +92,9 @@ def _lowest_within(top, distance):
 def _cut_of_list(
     values, ids, count, floor, k, p, top, total, HAS_IDS: tl.constexpr
 ):  # fmt: skip
-    """The cut of a list that holds every entry that may stay, `floor` being its end; `total`: what else min-p leaves, too.
+    """The cut of a list that holds every entry that may stay, and none below `floor`.
 
-    k is 0 and p is 1 where they are off.
+    `total` is what everything weighs that min-p leaves, in the list or not. k is 0 and p is 1 where they are off.
     """
     highest = order_key(top)
     cut = floor

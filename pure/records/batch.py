@@ -1,6 +1,5 @@
 """The host's record of who is in which row: columns that a steady step shares, cold records that it never touches."""
 
-from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -99,8 +98,8 @@ class InputBatch:
     limits: BatchLimits
     rows: Rows
     columns: Columns
-    row_of: Mapping[str, int]
-    parked: Mapping[str, Parked]
+    row_of: MappingProxyType[str, int]
+    parked: MappingProxyType[str, Parked]
     req_ids: tuple[str, ...]  # this step's batch, by index
     layout: Layout
     block_copies: BlockPairs = ()  # this step's, before anything is written

@@ -110,7 +110,7 @@ def test_a_shared_pool_needs_tensors_for_the_largest_group_only(setup: Setup) ->
         assert tensor.num_bytes == config.num_blocks * config.specs[0].page_bytes
 
 
-@examples(0.5)  # every byte of a cache is written and read
+@examples(0.2)  # every byte of a cache is written and read
 @given(pooled(), st.booleans(), st.sampled_from((NHD, HND)), st.data())
 def test_what_one_layer_writes_no_other_layer_overwrites(
     setup: Setup, shared_pool: bool, order: tuple[int, ...], data: st.DataObject

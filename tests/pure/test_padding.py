@@ -178,7 +178,7 @@ prompts = st.lists(st.lists(st.integers(0, 10), min_size=1, max_size=7), min_siz
 paddings = st.tuples(st.integers(0, 9), st.none() | st.integers(0, 3))
 
 
-@examples(0.5)  # an example runs up to ten steps
+@examples(0.2)  # an example runs up to ten steps
 @given(prompts, st.data())
 def test_padding_changes_nothing_for_real_rows(prompts: list[list[int]], data: st.DataObject) -> None:
     """Tokens, log-probabilities, ledger, tapes and held blocks are bit for bit those of the run without padding.
@@ -230,6 +230,11 @@ def test_what_the_device_has_already_is_shared(counts: list[int], tokens: int, r
     turned = pad_layout(_layout(counts[::-1]), descriptor, null_row=77, before=before)
     assert np.diff(turned.query_start_loc).tolist() == counts[::-1] + [0] * reqs
     assert (turned is before) == (counts == counts[::-1])
+    full = _layout(counts)  # the last request leaves, and padding takes its place
+    fewer = pad_layout(
+        _layout(counts[:-1]), BatchDescriptor(sum(counts), len(counts)), null_row=77, before=full
+    )
+    assert fewer.row_of_index.tolist() == [*range(len(counts) - 1), 77]
 
 
 def test_the_plan_of_a_steady_padded_step_is_empty() -> None:

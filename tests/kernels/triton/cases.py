@@ -35,7 +35,8 @@ class AttentionCase:
             start, num_queries = starts[r], starts[r + 1] - starts[r]
             if num_queries == 0 or length == 0:
                 continue
-            position = torch.arange(length, device=kv.device)
+            first = max(0, length - num_queries - (s["sliding_window"] or length) + 1)
+            position = torch.arange(first, length, device=kv.device)
             slots = t["block_table"][r, position // block_size] * block_size + position % block_size
             keys, values = kv[slots].repeat_interleave(num_heads // kv.shape[2], dim=2).permute(1, 2, 0, 3)
             query = t["q"][start : start + num_queries].transpose(0, 1)

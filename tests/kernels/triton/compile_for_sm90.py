@@ -1,5 +1,4 @@
-"""Compiles every launch of the Triton kernels for sm_90, on a machine without a GPU: run as a script, in a process whose
-TRITON_INTERPRET is not set.
+"""Compiles every launch of the Triton kernels for sm_90, without a GPU: a script, to be run without TRITON_INTERPRET.
 
 The interpreter accepts what a compiler refuses: products of fewer than 16 rows, types that change in a loop, too much
 shared memory. The functions are called with tensors of the meta device; where they would launch, they compile.

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import attrs
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
@@ -74,6 +74,14 @@ def test_any_tokens_stream_to_what_they_decode_to(
     """Broken characters too: low ids are single bytes, most of which do not fit their neighbours."""
     pieces = stream(smollm_tokenizer, ids, skip=skip)
     assert "".join(pieces) == smollm_tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+@example(spelling="¬ĢŁééģâĤ")
+@given(spelling=st.text("ĢģðŁâĤ¬éA", max_size=40))
+def test_broken_bytes_stream_to_what_they_decode_to(smollm_tokenizer: Tokenizer, spelling: str) -> None:
+    """Tokens of a byte each, mostly halves of characters: long runs that never become text."""
+    ids = [i for i in map(smollm_tokenizer.backend.token_to_id, spelling) if i is not None]
+    assert "".join(stream(smollm_tokenizer, ids)) == smollm_tokenizer.decode(ids)
 
 
 @given(words=st.lists(st.sampled_from([*range(6), "€", "😀"]), max_size=40))

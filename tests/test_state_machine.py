@@ -1,0 +1,220 @@
+"""Any order of arrivals, steps, late outputs, aborts and losses, in two worlds at once: see `Worlds` for the laws.
+
+Two machines do the same. One runs a toy model whose tokens are foretold in plain Python, so that integers are all that
+can go wrong; the other runs a small Llama in float64 and compares each request with its run alone.
+"""
+
+from functools import cache
+from typing import Any, ClassVar
+
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from purestep.pure.models.model import Model
+from purestep.pure.records.batch import BatchLimits
+from purestep.pure.records.params import Params
+from purestep.pure.records.queue import Request, SchedulerConfig
+from purestep.pure.records.sampling_params import SamplingParams
+from purestep.pure.scheduler.rows import length_limit
+from tests import toy_model
+from tests.profiles import examples
+from tests.tiny import Loop, new_request, scheduled, tiny_llama
+from tests.worlds import Worlds
+
+IDS = tuple("abcde")
+EOS = (0,)
+LONGEST_PROMPT, LONGEST = 12, 24
+NAN = float("nan")
+
+# Prompts are beginnings of these, so that they meet in the prefix cache.
+TEXTS = (
+    (3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8),
+    (3, 1, 4, 1, 5, 9, 7, 7, 7, 7, 7, 7),
+    (2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5),
+)
+
+GREEDY = (
+    SamplingParams(temperature=0.0, max_tokens=1),
+    SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True),
+    SamplingParams(temperature=0.0, max_tokens=None),
+    SamplingParams(temperature=0.0, max_tokens=12, min_tokens=3, stop_token_ids=(3, 5)),
+    SamplingParams(
+        temperature=0.0, max_tokens=6, stop_token_ids=tuple(range(1, 10)), min_tokens=2, logprobs=2
+    ),
+)
+SAMPLED = (
+    *GREEDY,
+    SamplingParams(seed=3, temperature=0.8, top_k=5, max_tokens=8, logprobs=3),
+    SamplingParams(
+        seed=4, top_p=0.7, min_p=0.02, max_tokens=8, repetition_penalty=1.4, frequency_penalty=0.3
+    ),
+    SamplingParams(
+        seed=5,
+        max_tokens=10,
+        ignore_eos=True,
+        logit_bias={2: 4.0, 7: -3.0},
+        bad_words_token_ids=((2, 2), (5,)),
+        logprobs=0,
+        logprobs_mode="processed_logprobs",
+    ),
+    SamplingParams(temperature=0.0, max_tokens=8, presence_penalty=0.5, allowed_token_ids=(1, 2, 3, 4, 9)),
+)
+
+
+@st.composite
+def configs(draw: Any, num_groups: int) -> SchedulerConfig:
+    """Small caches, so that they overflow, and small budgets, so that prompts come in chunks."""
+    sizes = [draw(st.sampled_from([1, 2, 4])) for _ in range(num_groups)]
+    tokens = draw(st.integers(8, 40))  # that the cache holds
+    return SchedulerConfig(
+        num_blocks=tuple(2 + tokens // size for size in sizes),
+        block_sizes=tuple(sizes),
+        max_num_reqs=draw(st.integers(1, 4)),
+        max_num_batched_tokens=draw(st.sampled_from([1, 3, 5, 16])),
+        max_model_len=LONGEST,
+        enable_prefix_caching=draw(st.sampled_from([True, True, False])),
+        block_horizon=draw(st.sampled_from([1, 4])),
+        async_scheduling=draw(st.booleans()),
+    )
+
+
+def longest(config: SchedulerConfig) -> int:
+    """Tokens that a request may grow to."""
+    return min(config.max_model_len, config.capacity + 1)
+
+
+class Machine(RuleBasedStateMachine):
+    """What happens; `Worlds` knows what must hold."""
+
+    model: ClassVar[Model]
+    params: ClassVar[Params]
+    choices: ClassVar[tuple[SamplingParams, ...]]
+    num_groups: ClassVar[int]
+    worlds: Worlds
+
+    def expected(self, request: Request) -> tuple[int, ...]:
+        """The outputs of a request that runs alone."""
+        raise NotImplementedError
+
+    @initialize(data=st.data(), canary=st.sampled_from([NAN, 1e9]), lag=st.integers(2, 3))
+    def begin(self, data: st.DataObject, canary: float, lag: int) -> None:
+        config = data.draw(configs(self.num_groups))
+        self.worlds = Worlds(
+            self.model,
+            self.params,
+            config,
+            expected=self.expected,
+            eos_token_ids=EOS,
+            canary=canary,
+            max_begun=lag if config.async_scheduling else 1,
+        )
+        self.num_added = 0
+
+    def free_ids(self) -> list[str]:
+        return [req_id for req_id in IDS if req_id not in self.worlds.requests]
+
+    @precondition(lambda self: self.free_ids())
+    @rule(
+        data=st.data(),
+        text=st.sampled_from(TEXTS),
+        priority=st.sampled_from([0, 0, 1]),
+        stream=st.integers(0, 1),
+    )
+    def arrives(self, data: st.DataObject, text: tuple[int, ...], priority: int, stream: int) -> None:
+        """A request, under a new id or one that was used before."""
+        most = min(LONGEST_PROMPT, self.worlds.config.capacity)
+        self.num_added += 1
+        self.worlds.add(
+            Request(
+                req_id=data.draw(st.sampled_from(self.free_ids())),
+                prompt_token_ids=text[: data.draw(st.integers(1, most))],
+                sampling_params=data.draw(st.sampled_from(self.choices)),
+                priority=priority,
+                arrival=self.num_added,
+                stream=stream,
+                eos_token_ids=EOS,
+            )
+        )
+
+    @rule(
+        more_tokens=st.sampled_from([0, 0, 1, 5]),
+        more_reqs=st.sampled_from([None, None, 1, 3]),
+        n=st.integers(1, 5),
+    )
+    def runs(self, more_tokens: int, more_reqs: int | None, n: int) -> None:
+        """Steps, padded by so much; outputs are as late as they may be."""
+        for _ in range(n):
+            if len(self.worlds.begun) == self.worlds.max_begun:
+                self.worlds.settle()
+            self.worlds.begin(more_tokens, more_reqs)
+
+    @precondition(lambda self: self.worlds.begun)
+    @rule()
+    def learns(self) -> None:
+        self.worlds.settle()
+
+    @precondition(lambda self: self.worlds.requests)
+    @rule(data=st.data(), is_stopped=st.booleans())
+    def ends(self, data: st.DataObject, is_stopped: bool) -> None:
+        """The caller stops a request: it is aborted, or its text holds a stop string."""
+        req_id = data.draw(st.sampled_from(sorted(self.worlds.requests)))
+        (self.worlds.finish if is_stopped else self.worlds.abort)(req_id)
+
+    @precondition(lambda self: not self.worlds.begun)
+    @rule()
+    def fails(self) -> None:
+        self.worlds.lose_kv()
+
+    def teardown(self) -> None:
+        if hasattr(self, "worlds"):
+            self.worlds.drain()
+
+
+class ToyMachine(Machine):
+    """Two KV groups that must agree."""
+
+    model, params = toy_model.toy_model((0, 1))
+    choices, num_groups = GREEDY, 2
+
+    def expected(self, request: Request) -> tuple[int, ...]:
+        return toy_model.foretold(request, longest(self.worlds.config))[0]
+
+
+class LlamaMachine(Machine):
+    """Every kind of sampling."""
+
+    model, params = tiny_llama(vocab_size=toy_model.VOCAB, groups=(0, 0))
+    choices, num_groups = SAMPLED, 1
+
+    def expected(self, request: Request) -> tuple[int, ...]:
+        params, num_prompt = request.sampling_params, len(request.prompt_token_ids)
+        most = length_limit(params, num_prompt, longest(self.worlds.config)) - num_prompt
+        return alone(request.prompt_token_ids, params, request.stream)[:most]
+
+
+@cache
+def alone(prompt: tuple[int, ...], params: SamplingParams, stream: int) -> tuple[int, ...]:
+    """The outputs of a request that has a device for itself, its prompt in one piece."""
+    limits = BatchLimits(1, LONGEST, toy_model.VOCAB, (8,), (1 + LONGEST // 8,), EOS)
+    loop = Loop(LlamaMachine.model, LlamaMachine.params, limits)
+    blocks = (tuple(range(1, 1 + LONGEST // 8)),)
+    output = loop.step(
+        scheduled(new_request("r", prompt, blocks, params, stream=stream), counts={"r": len(prompt)})
+    )
+    while output.active[0]:
+        output = loop.decode("r")
+    return tuple(loop.tokens("r")[len(prompt) :])
+
+
+def test_foretold_tokens_come_in_both_worlds_whatever_happens(unchecked_records: None) -> None:
+    run_state_machine_as_test(ToyMachine, settings=examples(1, stateful_step_count=20))
+
+
+def test_every_request_gets_in_both_worlds_what_it_gets_alone(unchecked_records: None) -> None:
+    run_state_machine_as_test(LlamaMachine, settings=examples(0.1, stateful_step_count=20))

@@ -71,12 +71,12 @@ SAMPLED = (
 def configs(draw: Any, num_groups: int) -> SchedulerConfig:
     """Small caches, so that they overflow, and small budgets, so that prompts come in chunks."""
     sizes = [draw(st.sampled_from([1, 2, 4])) for _ in range(num_groups)]
-    tokens = draw(st.integers(8, 40))  # that the cache holds
+    tokens = draw(st.sampled_from([16, 24, 32, 10]))  # that the cache holds
     return SchedulerConfig(
         num_blocks=tuple(2 + tokens // size for size in sizes),
         block_sizes=tuple(sizes),
-        max_num_reqs=draw(st.integers(1, 4)),
-        max_num_batched_tokens=draw(st.sampled_from([1, 3, 5, 16])),
+        max_num_reqs=draw(st.sampled_from([4, 3, 2, 1])),
+        max_num_batched_tokens=draw(st.sampled_from([5, 16, 8, 3, 1])),
         max_model_len=LONGEST,
         enable_prefix_caching=draw(st.sampled_from([True, True, False])),
         block_horizon=draw(st.sampled_from([1, 4])),
@@ -102,8 +102,10 @@ class Machine(RuleBasedStateMachine):
         """The outputs of a request that runs alone."""
         raise NotImplementedError
 
-    @initialize(data=st.data(), canary=st.sampled_from([NAN, 1e9]), lag=st.integers(2, 3))
-    def begin(self, data: st.DataObject, canary: float, lag: int) -> None:
+    @initialize(
+        data=st.data(), canary=st.sampled_from([NAN, 1e9]), lag=st.integers(2, 3), num_reqs=st.integers(2, 4)
+    )
+    def begin(self, data: st.DataObject, canary: float, lag: int, num_reqs: int) -> None:
         config = data.draw(configs(self.num_groups))
         self.worlds = Worlds(
             self.model,
@@ -115,29 +117,29 @@ class Machine(RuleBasedStateMachine):
             max_begun=lag if config.async_scheduling else 1,
         )
         self.num_added = 0
+        for _ in range(num_reqs):
+            self.arrives(data, reuses=False)
 
-    def free_ids(self) -> list[str]:
-        return [req_id for req_id in IDS if req_id not in self.worlds.requests]
+    def free_ids(self, *, reuses: bool) -> list[str]:
+        """Ids not in use; only those that ended since the last step, if there are any and they are to be reused."""
+        free = [req_id for req_id in IDS if req_id not in self.worlds.requests]
+        ended = self.worlds.queue.news.finished_req_ids if reuses else ()
+        return [req_id for req_id in free if req_id in ended] or free
 
-    @precondition(lambda self: self.free_ids())
-    @rule(
-        data=st.data(),
-        text=st.sampled_from(TEXTS),
-        priority=st.sampled_from([0, 0, 1]),
-        stream=st.integers(0, 1),
-    )
-    def arrives(self, data: st.DataObject, text: tuple[int, ...], priority: int, stream: int) -> None:
+    @precondition(lambda self: self.free_ids(reuses=False))
+    @rule(data=st.data(), reuses=st.booleans())
+    def arrives(self, data: st.DataObject, reuses: bool) -> None:
         """A request, under a new id or one that was used before."""
         most = min(LONGEST_PROMPT, self.worlds.config.capacity)
         self.num_added += 1
         self.worlds.add(
             Request(
-                req_id=data.draw(st.sampled_from(self.free_ids())),
-                prompt_token_ids=text[: data.draw(st.integers(1, most))],
+                req_id=data.draw(st.sampled_from(self.free_ids(reuses=reuses))),
+                prompt_token_ids=data.draw(st.sampled_from(TEXTS))[: data.draw(st.integers(1, most))],
                 sampling_params=data.draw(st.sampled_from(self.choices)),
-                priority=priority,
+                priority=data.draw(st.sampled_from([0, 0, 1])),
                 arrival=self.num_added,
-                stream=stream,
+                stream=data.draw(st.integers(0, 1)),
                 eos_token_ids=EOS,
             )
         )
@@ -145,7 +147,7 @@ class Machine(RuleBasedStateMachine):
     @rule(
         more_tokens=st.sampled_from([0, 0, 1, 5]),
         more_reqs=st.sampled_from([None, None, 1, 3]),
-        n=st.integers(1, 5),
+        n=st.integers(1, 6),
     )
     def runs(self, more_tokens: int, more_reqs: int | None, n: int) -> None:
         """Steps, padded by so much; outputs are as late as they may be."""
@@ -159,14 +161,14 @@ class Machine(RuleBasedStateMachine):
     def learns(self) -> None:
         self.worlds.settle()
 
-    @precondition(lambda self: self.worlds.requests)
+    @precondition(lambda self: len(self.worlds.requests) > 1)
     @rule(data=st.data(), is_stopped=st.booleans())
     def ends(self, data: st.DataObject, is_stopped: bool) -> None:
         """The caller stops a request: it is aborted, or its text holds a stop string."""
         req_id = data.draw(st.sampled_from(sorted(self.worlds.requests)))
         (self.worlds.finish if is_stopped else self.worlds.abort)(req_id)
 
-    @precondition(lambda self: not self.worlds.begun)
+    @precondition(lambda self: len(self.worlds.requests) > 2 and not self.worlds.begun)
     @rule()
     def fails(self) -> None:
         self.worlds.lose_kv()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from purestep.kernels.donating import donating
 from purestep.kernels.reference import reference
 from purestep.kernels.types import Kernels
 from purestep.state.loading.load import load_model
@@ -51,10 +52,10 @@ def read(folder: Path, name: str) -> Json:
     return trace
 
 
-@pytest.fixture(params=["reference"])
+@pytest.fixture(params=["reference", "donating"])
 def kernels(request: pytest.FixtureRequest) -> Kernels:
     """The kernels that the step is replayed with."""
-    return {"reference": reference}[request.param]
+    return {"reference": reference, "donating": donating}[request.param]
 
 
 @pytest.fixture(scope="module")

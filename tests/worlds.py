@@ -42,7 +42,7 @@ from purestep.state.run import BoundStep, run
 from tests import laws
 
 Expected = Callable[[Request], tuple[int, ...]]
-KV_TOLERANCE = 1e-9  # of keys and values in float64, relative to the largest
+KV_TOLERANCE = 1e-9  # of keys and values, which are float64 and of the order of 1
 
 
 @attrs.frozen
@@ -165,9 +165,11 @@ class Worlds:
                 size = free.block_sizes[group]
                 block = free.block_tables[group][row, position // size].long()
                 ours, theirs = (state.kv[layer][block, :, position % size] for state in (free, bound))
-                assert ours.isfinite().all(), "a computed position holds the canary"
-                scale = float(ours.abs().max()) if len(position) else 0.0
-                torch.testing.assert_close(theirs, ours, rtol=0, atol=KV_TOLERANCE * scale)
+                difference = (ours - theirs).abs()
+                assert (difference <= KV_TOLERANCE * (1 + ours.abs())).all(), (
+                    "the worlds hold other keys and values"
+                )
+                assert (ours.abs() < 1e6).all(), "a computed position holds the canary"
 
     def settle(self) -> None:
         """The host learns the output of the oldest step."""

@@ -12,9 +12,7 @@ from purestep.kernels.cpu.writes import write_kv
 from purestep.kernels.record import record
 
 SHORT = 512  # keys up to which a request may be computed as if it were longer, without a loss worth a call
-GATHERED_BYTES = (
-    16 * 2**20
-)  # keys and values that decodes gather at once: they are read again while still cached
+GATHERED_BYTES = 8 * 2**20  # of keys and values that decodes gather at once, to read them again while cached
 QUERY_TILE = 512  # queries of a chunk that share a mask
 KEYS_THEN_VALUES = torch.tensor([[0], [1]], dtype=torch.int32)  # the two planes of a block
 
@@ -96,25 +94,21 @@ def _decode(
     q: Tensor, kv: Tensor, table: Tensor, seq_lens: Tensor, lens: list[int], form: ScoreForm
 ) -> Tensor:
     """One query a request, q [reqs, heads, dim]; lens is seq_lens, all above 0. Returns [reqs, heads, dim]."""
-    shortest, longest = min(lens), max(lens)
-    start = 0 if form.sliding_window is None else max(0, shortest - form.sliding_window)
-    if shortest == longest:
-        keys, values, visible = *_gather(kv, table, start, longest), None
+    window = form.sliding_window or max(lens)
+    start, end = max(0, min(lens) - window), max(lens)
+    if min(lens) == end:
+        keys, values = _gather(kv, table, start, end)
+        visible = None
     else:
-        block_start = torch.arange(0, longest, kv.shape[2])
-        # Entries past a length may be stale, and slots past it may hold anything, NaN included.
+        block_start = torch.arange(0, end, kv.shape[2])  # entries past a length may be stale
         table = torch.where(block_start < seq_lens[:, None], table[:, : len(block_start)], 0)
-        keys, values = _gather(kv, table, start, longest)
-        position, end = torch.arange(start, longest), seq_lens[:, None]
-        visible = position < end
-        first_unused = shortest - start
-        if form.sliding_window is not None:
-            visible &= position >= end - form.sliding_window
-            first_unused = 0
-        unused = ~visible[:, first_unused:, None, None]
-        for x in (keys, values):
-            x[:, first_unused:].masked_fill_(unused, 0.0)
-        visible = visible[:, None, None]
+        keys, values = _gather(kv, table, start, end)
+        for r, length in enumerate(lens):  # what is not visible may be anything, NaN included
+            for x in (keys[r], values[r]):
+                x[length - start :].zero_()
+                x[: max(0, length - window - start)].zero_()
+        position, own_end = torch.arange(start, end), seq_lens[:, None]
+        visible = ((position < own_end) & (position >= own_end - window))[:, None, None]
     grouped = torch.unflatten(q, 1, (kv.shape[3], -1))  # the heads that share keys stand as queries of one
     out = _weigh(grouped, keys.transpose(1, 2), values.transpose(1, 2), visible, form)
     return out.reshape(q.shape)

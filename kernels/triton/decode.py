@@ -66,7 +66,7 @@ def decode(
     partial = torch.empty(*shape, dim, dtype=torch.float32, device=q.device)
     mass = torch.empty(*shape, 2, dtype=torch.float32, device=q.device)
     counts = (num_reqs, num_tokens, parts, grid_parts, block_table.shape[1])
-    fixed = dict(HEADS=num_heads, DIM=dim, WIDTH=triton.next_power_of_2(dim), BLOCK_SIZE=kv.shape[2], KEYS=tile.keys,
+    fixed = dict(HEADS=num_heads, DIM=dim, WIDTH=lanes(dim), BLOCK_SIZE=kv.shape[2], KEYS=tile.keys,
                  WINDOW=form.window)  # fmt: skip
     _decode[(num_kv_heads, grid_parts, places)](
         q, kv, out, partial, mass, query_start_loc, seq_lens, block_table, form.scale, form.cap, *counts,

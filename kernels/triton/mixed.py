@@ -57,7 +57,7 @@ def mixed(
     _mixed[(num_kv_heads, num_tokens // queries + num_reqs + 1)](
         q, kv, out, query_start_loc, seq_lens, block_table, form.scale, form.cap, num_reqs, num_tokens,
         block_table.shape[1], *q.stride()[:2], *kv.stride()[:4], block_table.stride(0),
-        HEADS=num_heads, DIM=dim, WIDTH=triton.next_power_of_2(dim), BLOCK_SIZE=kv.shape[2], KEYS=tile.keys,
+        HEADS=num_heads, DIM=dim, WIDTH=lanes(dim), BLOCK_SIZE=kv.shape[2], KEYS=tile.keys,
         WINDOW=form.window, GROUP=group, ROWS=tile.rows, QUERIES=queries, HAS_CAP=form.cap > 0,
         STAGES=tile.num_stages, num_warps=tile.num_warps,
     )  # fmt: skip

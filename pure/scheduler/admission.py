@@ -167,12 +167,14 @@ def _beginnings(queue: Queue, state: RequestState) -> tuple[RequestState, list[B
     assert state.chain is not None
     sizes = queue.config.block_sizes
     found = [find(pool, keys) for pool, keys in zip(queue.pools, state.chain[1], strict=True)]
-    unit = math.lcm(*sizes)
-    num_hit = min(len(blocks) * size for blocks, size in zip(found, sizes, strict=True)) // unit * unit
-    hits = [num_hit]
-    if num_hit == len(state.tokens):  # its last token must be computed to be followed by another one
-        hits = [num_hit - 1, num_hit - unit]
-    return state, [_beginning(queue, found, num_computed) for num_computed in hits]
+    num_hit = min(len(blocks) * size for blocks, size in zip(found, sizes, strict=True))
+    num_hit = min(
+        num_hit, len(state.tokens) - 1
+    )  # the last token must be computed to be followed by another one
+    whole = num_hit // math.lcm(*sizes) * math.lcm(*sizes)  # needs no copies, whose sources take room
+    return state, [
+        _beginning(queue, found, num_computed) for num_computed in sorted({num_hit, whole}, reverse=True)
+    ]
 
 
 def _forked(queue: Queue, state: RequestState) -> Beginning | None:

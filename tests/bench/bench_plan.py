@@ -32,7 +32,7 @@ from purestep.pure.records.scheduler_output import CachedRequestData, NewRequest
 from purestep.pure.settle import settle
 from purestep.pure.update import update_states
 
-BLOCK, PROMPT = 16, 100
+BLOCK, PROMPT, NUM_BLOCKS = 16, 100, 40
 TARGETS = {256: 40.0, 1024: 80.0}  # microseconds, steady decode
 PARAMS = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 OUT = Path(__file__).parent / "results" / "plan.json"
@@ -50,10 +50,10 @@ class Traffic:
         self.ones = np.ones(num_rows, np.int32)
 
     def arrivals(self, count: int) -> tuple[NewRequestData, ...]:
-        """New requests, with blocks for as long as this runs."""
+        """New requests, with blocks for as long as they run."""
         numbers = range(self.num_arrived, self.num_arrived + count)
         self.num_arrived += count
-        blocks = (tuple(range(1, 1 + self.limits.max_model_len // BLOCK // 2)),)
+        blocks = (tuple(range(1, 1 + NUM_BLOCKS)),)
         return tuple(NewRequestData(f"request-{i}", self.prompt, PARAMS, blocks) for i in numbers)
 
     def first(self) -> SchedulerOutput:
@@ -170,6 +170,10 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--out", type=Path, default=OUT, help="rows are appended here (default: %(default)s)")
     arguments = parser.parse_args()
+    if not 10 <= arguments.steps <= NUM_BLOCKS * BLOCK - PROMPT:
+        parser.error(
+            f"--steps must be 10 to {NUM_BLOCKS * BLOCK - PROMPT}: requests have {NUM_BLOCKS} blocks"
+        )
     about = {
         "versions": {name: version(name) for name in ("torch", "numpy", "attrs")}
         | {"python": platform.python_version()},

@@ -1,6 +1,5 @@
 """Laws of dispatch, then the tables of its specification, then what is refused."""
 
-import timeit
 from typing import Any
 
 import pytest
@@ -311,13 +310,3 @@ def test_a_question_without_an_answer_is_refused() -> None:
     odd = dispatch_keys(DispatchConfig((4, 9), 8), FULL)
     with pytest.raises(DispatchError, match="5 tokens would run as 9, which do not divide among 2"):
         determine_batch_execution_and_padding(odd, _bounds([5]), sequence_parallel_size=2)
-
-
-def test_dispatch_takes_less_than_five_microseconds(unchecked_records: None) -> None:
-    """A look-up with 512 requests and 67 sizes, whichever way it ends; the best of many tries, for busy machines."""
-    sizes = (1, 2, 4, *range(8, 513, 8))
-    keys = dispatch_keys(DispatchConfig(sizes, 256), FULL_AND_PIECEWISE)
-    for known in ({"uniform_decode": True}, {}, {"invalid_modes": frozenset({FULL})}):
-        for num_tokens in (200, 513):
-            tries = timeit.repeat(lambda n=num_tokens, k=known: dispatch(keys, n, **k), number=500, repeat=20)
-            assert min(tries) / 500 * 1e6 < 5

@@ -132,5 +132,16 @@ def cut_in_float64(row: Tensor, top_k: int, top_p: float, min_p: float) -> tuple
     return kept, margin
 
 
+def wrong_side(truncated: Tensor, row: Tensor, cut: tuple[int, float, float]) -> tuple[int, float]:
+    """How many ids float64 would have put on the other side of the cut, and what they weigh.
+
+    Sums in float32 are good to about 1e-7: one id too many or too few, or ids that together weigh less than 1e-6,
+    are within rounding.
+    """
+    kept, _ = cut_in_float64(row, *cut)
+    wrong = truncated.isfinite() != kept
+    return int(wrong.sum()), float(row.double().softmax(0)[wrong].sum())
+
+
 def _distance(values: Tensor, bound: float) -> float:
     return float((values - bound).abs().min())

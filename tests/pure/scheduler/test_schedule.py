@@ -223,6 +223,20 @@ class TestPrefixCache:
         _, output = self.cached(12, 14, block_sizes=(2, 8), num_blocks=(16, 8))
 
         assert output.scheduled_new_reqs[0].num_computed_tokens == 8
+        assert output.block_copies == ()
+
+    def test_a_hit_may_end_inside_a_large_block(self) -> None:
+        """The last small block of one group is forgotten: the other group's block is copied, and written on."""
+        made = Driver(config(block_sizes=(2, 8), num_blocks=(8, 8)))
+        for req_id, prompt in [("a", range(8)), ("b", [6] * 7)]:
+            made.add(request(req_id, prompt, max_tokens=1))
+            made.drain()
+        made.add(request("c", (*range(8), 1), max_tokens=3))
+        output = made.step()
+        made.drain()
+
+        assert output.scheduled_new_reqs[0].num_computed_tokens == 6
+        assert [len(pairs) for pairs in output.block_copies] == [0, 1]
 
     def test_outputs_are_cached_too_once_their_request_is_done(self) -> None:
         """The next turn of a conversation finds the last one's answer."""
@@ -294,8 +308,20 @@ class TestHorizon:
 
             assert {req_id: len(ids[0]) for req_id, ids in new.items()} == {"a": given, "b": given}
 
-    def test_blocks_ahead_never_cost_a_preemption(self) -> None:
-        """A row that lacks a block sits out while another holds some ahead; the driver checks it at every step."""
+    def test_who_lacks_a_block_sits_out_while_another_holds_one_ahead(self) -> None:
+        """a uses up its blocks while b, which came later, has 3 and needs 2: b is preempted when it needs the third."""
+        made = driver(("a", 4), max_tokens=20, num_blocks=(7,), block_horizon=8)
+        for _ in range(6):
+            made.step()
+        made.add(request("b", [5] * 4, max_tokens=20, arrival=1))
+        outputs = [made.step() for _ in range(14)]
+        ran = [output.req_ids for output in outputs if not output.preempted_req_ids]
+        made.drain()
+
+        assert ("b",) in ran
+        assert any(output.preempted_req_ids for output in outputs)
+
+    def test_blocks_ahead_cost_no_preemption(self) -> None:
         made = driver(("a", 4), ("b", 4), ("c", 4), max_tokens=16, num_blocks=(13,), block_horizon=12)
         made.drain()
         without = driver(("a", 4), ("b", 4), ("c", 4), max_tokens=16, num_blocks=(13,), block_horizon=1)

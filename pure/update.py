@@ -127,14 +127,10 @@ def _returning(batch: InputBatch, output: SchedulerOutput) -> list[Parked]:
         entry = batch.parked.get(req_id)
         if entry is None:
             continue
-        prompt, computed = entry.request.num_prompt_tokens, int(cached.num_computed_tokens[index])
-        num_output = int(cached.num_output_tokens[index])
-        is_resumed = req_id in cached.resumed_req_ids
-        if num_output < 0 or (is_resumed and req_id not in cached.new_block_ids):
+        computed, is_resumed = int(cached.num_computed_tokens[index]), req_id in cached.resumed_req_ids
+        if is_resumed and req_id not in cached.new_block_ids:
             raise SchedulerOutputError(
-                f"request {req_id!r} comes back with {num_output} outputs and "
-                f"{len(cached.new_block_ids.get(req_id, ()))} lists of blocks: send a count that is not negative, and "
-                "for a resumed request the complete list of blocks of every KV group"
+                f"resumed request {req_id!r} has no blocks: send its complete list for every KV group"
             )
         if not is_resumed and computed > entry.num_computed_tokens:
             raise SchedulerOutputError(
@@ -142,8 +138,8 @@ def _returning(batch: InputBatch, output: SchedulerOutput) -> list[Parked]:
                 f"{entry.num_computed_tokens} for certain: settle its last step first, or resume it"
             )
         blocks = tapes(batch, req_id, cached.new_block_ids[req_id]) if is_resumed else entry.block_ids
-        tokens = entry.tokens.truncate(min(prompt + num_output, len(entry.tokens)))
-        back.append(Parked(replace(entry.request, num_computed_tokens=computed), tokens, blocks, computed))
+        request = replace(entry.request, num_computed_tokens=computed)
+        back.append(Parked(request, entry.tokens, blocks, computed))
     return back
 
 

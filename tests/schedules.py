@@ -222,8 +222,11 @@ class Schedule:
             )
             if not may or self._num_free_rows() < 1 or self.rng.random() < 0.3:
                 continue
+            if self.rng.random() < 0.2:
+                life.tokens = life.tokens[: self.rng.randint(len(life.prompt), len(life.tokens))]
             if life.has_blocks and self.rng.random() < 0.8:
-                life.admit(self.rng.choice((life.computed, self.rng.randint(0, life.computed))))
+                most = min(life.computed, len(life.tokens) - 1)
+                life.admit(self.rng.choice((most, self.rng.randint(0, most))))
                 returning.append(life)
             else:
                 self._free_blocks(life)

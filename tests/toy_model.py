@@ -18,6 +18,7 @@ from purestep.pure.records.queue import Request
 VOCAB = 11
 MODULUS, BASE = 1_000_003, 9_176
 MAX_LEN = 64
+WEIGHTS = torch.tensor([pow(BASE, place, MODULUS) for place in range(2 * MAX_LEN)])
 
 Carried = tuple[Tensor, ...]
 
@@ -90,8 +91,7 @@ def look_back(
     found = cache[group.block_table.long()][:, :, 0].flatten(1)[index]  # [tokens, places]
     place = torch.arange(found.shape[1])
     seen = (place <= inputs.positions[:, None]) & (place < metadata.seq_lens[index][:, None])
-    weight = torch.tensor([pow(BASE, p, MODULUS) for p in range(found.shape[1])])
-    total = (torch.where(seen, found + 1, 0).to(torch.int64) * weight).sum(-1) % MODULUS
+    total = (torch.where(seen, found + 1, 0).to(torch.int64) * WEIGHTS[: len(place)]).sum(-1) % MODULUS
     agrees = (before == -1) | (before == total)
     return (torch.where(agrees, total, -2),), (cache,)
 

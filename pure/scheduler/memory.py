@@ -71,7 +71,7 @@ def leave(
         if row in poisoned:
             own = [blocks[n:] for blocks, n in zip(residence.blocks, residence.num_borrowed, strict=True)]
             pools = tuple([withdraw(pool, blocks) for pool, blocks in zip(pools, own, strict=True)])
-        elif queue.config.enable_prefix_caching and residence.may_offer:
+        elif queue.config.enable_prefix_caching:
             settled = int(running.counts.num_settled[row])
             state = with_chain(queue, state, state.tokens)
             pools, _ = _offer(queue, pools, state, residence, settled)

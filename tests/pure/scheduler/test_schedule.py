@@ -143,6 +143,16 @@ class TestPreemption:
         assert made.finished["early"].num_preemptions == 1
         assert made.finished["late but important"].num_preemptions == 0
 
+    def test_who_was_preempted_stands_in_front_of_its_priority(self) -> None:
+        made = Driver(config(max_num_reqs=1))
+        made.add(request("a", max_tokens=3, arrival=5))
+        made.step()
+        made.add(request("b", max_tokens=1, arrival=1))
+        made.add(request("c", max_tokens=1, arrival=9, priority=-1))
+        made.set_version(1)
+
+        assert [made.step().req_ids for _ in range(4)] == [("c",), ("a",), ("a",), ("b",)]
+
     def test_nobody_is_preempted_when_nothing_would_come_of_it(self) -> None:
         """The last row lacks a block: it sits out, keeps its blocks, and goes on when the other is done."""
         made = driver(("a", 8), ("b", 7), max_tokens=5, num_blocks=(6,), enable_prefix_caching=False)
@@ -297,6 +307,15 @@ class TestHorizon:
         made.step()
 
         assert num_free(made.queue) == 63 - 1
+
+    def test_a_row_that_sits_out_is_given_its_blocks_when_it_runs(self) -> None:
+        """Only requests of the step are told of new blocks."""
+        made = driver(
+            ("a", 4), ("b", 4), max_tokens=20, block_horizon=5, max_num_batched_tokens=1, num_blocks=(64,)
+        )
+        made.drain()
+
+        assert set(made.finished) == {"a", "b"}
 
     def test_half_of_what_is_available_is_left(self) -> None:
         """Two rows lack a block each. 5 more for each are as much as half of 20, but more than half of 19."""

@@ -120,6 +120,7 @@ class Device:
         cached = output.scheduled_cached_reqs
         named = [*cached.req_ids, *(new.req_id for new in output.scheduled_new_reqs)]
         assert sorted(named) == sorted(output.req_ids)
+        assert cached.new_block_ids.keys() <= set(cached.req_ids), "blocks for requests that sit out"
         running = [r for r in cached.req_ids if r not in cached.resumed_req_ids]
         assert list(cached.req_ids[: len(running)]) == running, "resumed requests come last"
         for req_id, computed, num_outputs in zip(

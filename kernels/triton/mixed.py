@@ -17,6 +17,7 @@ from purestep.kernels.triton.softmax import (
     Tile,
     empty_softmax,
     is_wide,
+    lanes,
     load_tile,
     normalized,
     scores_of,

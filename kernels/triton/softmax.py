@@ -49,6 +49,11 @@ def is_wide(dtype: torch.dtype) -> bool:
     return dtype == torch.float32
 
 
+def lanes(head_dim: int) -> int:
+    """The width of a tile that holds a head: a power of two, and enough for tensor cores."""
+    return max(16, triton.next_power_of_2(head_dim))  # type: ignore[no-any-return]
+
+
 @triton.jit
 def empty_softmax(ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """The state of rows that have seen no key: largest score, mass, weighted values."""

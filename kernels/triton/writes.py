@@ -113,27 +113,27 @@ def _move(source: Tensor, target: Tensor, source_index: Tensor | None, target_in
         return
     block = min(triton.next_power_of_2(width), 2048)
     _move_entries[(count, triton.cdiv(width, block))](
-        source, target, source_index, target_index, source.shape[0], target.shape[0], width,
+        source, target, source_index, target_index, given.stride(0), source.shape[0], target.shape[0], width,
         source.stride(0), target.stride(0), BLOCK=block,
     )  # fmt: skip
 
 
 @triton.jit(
-    do_not_specialize=["num_sources", "num_targets"],
+    do_not_specialize=["index_step", "num_sources", "num_targets"],
     do_not_specialize_on_alignment=["source_index", "target_index"],
 )
 def _move_entries(
-    source, target, source_index, target_index, num_sources, num_targets, width, source_step, target_step,
-    BLOCK: tl.constexpr,
+    source, target, source_index, target_index, index_step, num_sources, num_targets, width, source_step,
+    target_step, BLOCK: tl.constexpr,
 ):  # fmt: skip
     entry = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     origin = entry
     if source_index is not None:
-        origin = tl.load(source_index + entry).to(tl.int64)
+        origin = tl.load(source_index + entry * index_step).to(tl.int64)
     place = entry
     if target_index is not None:
-        place = tl.load(target_index + entry).to(tl.int64)
+        place = tl.load(target_index + entry * index_step).to(tl.int64)
     inside = (origin >= 0) & (origin < num_sources) & (place >= 0) & (place < num_targets)
     mask = column < tl.where(inside, width, 0)
     value = tl.load(source + origin * source_step + column, mask=mask, other=0)

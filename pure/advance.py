@@ -40,7 +40,7 @@ def advance(
     )
     columns = torch.arange(len(changed), device=rows.device)[:, None]
     table = kernels.write(ledger.table, (columns, rows[None, :]), changed)
-    table = kernels.write(table, (columns.new_tensor(len(changed)),), ledger.step + 1)
+    table = kernels.write(table, (columns.new_full((), len(changed)),), ledger.step + 1)
     # A token that is not kept is written where the null row begins, which nothing reads.
     place = torch.where(kept, known, 0)
     row = torch.where(kept, rows, ledger.table.shape[1] - 1)

@@ -41,6 +41,10 @@ class FreshStorageError(PurestepError, RuntimeError):
     """A step on persistent buffers returned a large leaf in storage of its own."""
 
 
+class CaptureError(PurestepError, RuntimeError):
+    """A step that can not be captured on the buffers."""
+
+
 class ModelLoadError(PurestepError, ValueError):
     """A model that can not be loaded: unknown architecture, missing or misshapen tensor, damaged file."""
 

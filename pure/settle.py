@@ -43,6 +43,11 @@ def settle(batch: InputBatch, stepped: InputBatch, output: StepOutput) -> InputB
     )
 
 
+def give_up(batch: InputBatch) -> InputBatch:
+    """The batch after a failure: outputs of steps begun but not settled will never come, and hold no row any more."""
+    return replace(batch, clock=Clock(batch.clock.num_begun, batch.clock.num_begun))
+
+
 def _current(batch: InputBatch, stepped: InputBatch, rows: NDArray[Any]) -> NDArray[np.bool_]:
     """Which of the stepped rows still hold the admission that ran in them."""
     now, then = batch.rows.requests, stepped.rows.requests

@@ -6,6 +6,7 @@ cache once a step is the mistake that this module exists to exclude.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -37,7 +38,11 @@ class PersistentBuffers:
         self.device = torch.device(device)
         self.generation = 0
         self._broken: str | None = None
-        self._state: StepState | None = initial_state(model, limits, dtype=dtype, device=device)
+        state = initial_state(model, limits, dtype=dtype, device=device)
+        # A layout is as long as its batch; it lies at the beginning of these, where captured graphs read it.
+        self._row_of_index = torch.zeros(limits.max_num_reqs, dtype=torch.int32, device=device)
+        self._query_start_loc = torch.zeros(limits.max_num_reqs + 1, dtype=torch.int32, device=device)
+        self._state: StepState | None = state
 
     def lease(self) -> Leased:
         """A lease on emptied buffers: no request is known, older leases are stale, a failed step is forgotten.
@@ -47,11 +52,10 @@ class PersistentBuffers:
         state = self._opened()
         for leaf in (state.ledger.table, state.sampling.table, *state.block_tables):
             leaf.zero_()
-        nothing = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._state = replace(
             state,
             sampling=SamplingRows(state.sampling.table),
-            layout=Layout(nothing[:0], nothing, Layout.make_empty().bounds),
+            layout=self._placed(Layout.make_empty()),
             inbox=Inbox.make_empty(self.device),
         )
         self._broken = None
@@ -99,6 +103,36 @@ class PersistentBuffers:
         self._broken = None
         self.generation += 1
         return Leased(self, self.generation, absorbed)
+
+    def laid_out(self, layout: Layout) -> StepState:
+        """The state with another layout, in the place where layouts lie, and nothing to absorb: what is captured."""
+        return replace(self._opened(), layout=self._placed(layout), inbox=Inbox.make_empty(self.device))
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """What runs inside leaves no trace in ledger and layout. It must write no row but the null row."""
+        state = self._opened()
+        ledger, layout = state.ledger.table.clone(), state.layout
+        arrays = layout.row_of_index.clone(), layout.query_start_loc.clone()
+        try:
+            yield
+        finally:
+            state.ledger.table.copy_(ledger)
+            self._placed(Layout(*arrays, layout.bounds))
+
+    def place(self, state: StepState) -> StepState:
+        """The state with its layout where layouts lie."""
+        layout = state.layout
+        if layout.row_of_index.data_ptr() == self._row_of_index.data_ptr():
+            return state
+        return replace(state, layout=self._placed(layout))
+
+    def _placed(self, layout: Layout) -> Layout:
+        count = layout.bounds.num_reqs
+        rows, starts = self._row_of_index[:count], self._query_start_loc[: count + 1]
+        for place, values in ((rows, layout.row_of_index), (starts, layout.query_start_loc)):
+            place.copy_(values if isinstance(values, Tensor) else torch.tensor(values))
+        return Layout(rows, starts, layout.bounds)
 
     @property
     def nbytes(self) -> int:

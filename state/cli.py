@@ -33,9 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="purestep", description=__doc__)
-    parser.add_argument(
-        "--version", action="version", version=f"purestep {_version()}"
-    )
+    parser.add_argument("--version", action="version", version=f"purestep {_version()}")
     commands = parser.add_subparsers(required=True, metavar="command")
 
     generate = commands.add_parser("generate", help="continue prompts, or answer them with an instruct model")
@@ -91,7 +89,22 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--logprobs", type=int, help="with --jsonl: so many likeliest tokens at each place")
 
 
-SAMPLING = ["max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "n", "stop", "ignore_eos", "logprobs"]
+SAMPLING = [
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "n",
+    "stop",
+    "ignore_eos",
+    "logprobs",
+]
 
 
 def _generate(options: argparse.Namespace) -> None:

@@ -10,54 +10,41 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal, Self
 
-import attrs
 import torch
 
-from purestep.kernels.donating import donating
 from purestep.kernels.types import Kernels
 from purestep.pure.errors import (
     DuplicateRequestError,
     InvalidRequestError,
 )
-from purestep.pure.plan import plan_step
-from purestep.pure.records.batch import InputBatch
-from purestep.pure.records.outputs import StepOutput
 from purestep.pure.records.params import Params
-from purestep.pure.records.queue import Finished, Queue
 from purestep.pure.records.sampling_params import SamplingParams, validate
-from purestep.pure.records.scheduler_output import SchedulerOutput
 from purestep.pure.scheduler import (
-    abort,
-    add,
-    finish,
     make_queue,
     num_free,
-    preempt_all,
-    schedule,
-    set_version,
-    update,
 )
-from purestep.pure.settle import settle
-from purestep.pure.update import update_states
-from purestep.state.lease import Leased
+from purestep.state.graph_api import CudaGraphs, GraphApi
 from purestep.state.loading.chat import render_chat
 from purestep.state.progress import progress as progress_bar
 from purestep.state.results import RequestOutput
-from purestep.state.run import run
-from purestep.state.setup import Sizes, Source, bind, limits_of, resolve, scheduler_config
+from purestep.state.setup import (
+    Sizes,
+    Source,
+    bind,
+    dispatch_keys_of,
+    graph_keys,
+    limits_of,
+    resolve,
+    scheduler_config,
+)
 from purestep.state.submission import Prompt, Submission, listed, one_each, refused_output
+from purestep.state.turns import Landed, Turns
 from purestep.state.weights import check_alike
 
 UNSEEDED = 1 << 32  # streams of requests without a seed lie above those that a caller can name by position
 
 
-@attrs.frozen
-class Now:
-    """What is known between two turns."""
-
-    queue: Queue
-    batch: InputBatch
-    leased: Leased
+NOBODY: tuple[None, int] = (None, 0)
 
 
 class Engine:
@@ -75,20 +62,25 @@ class Engine:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         seed: int = 0,
-        kernels: Kernels = donating,
+        kernels: Kernels | None = None,
+        graph_api: GraphApi | None = None,
         **sizes: Any,
     ) -> None:
         wanted = Sizes(**sizes)
-        self._loaded = resolve(model, dtype=dtype, device=torch.device(device), tokenizer=tokenizer)
+        place = torch.device(device)
+        self._loaded = resolve(model, dtype=dtype, device=place, tokenizer=tokenizer)
         self.limits = limits_of(self._loaded, wanted, dtype=dtype, seed=seed)
-        self._bound = bind(
-            self._loaded, self.limits, dtype=dtype, device=torch.device(device), kernels=kernels
+        if graph_api is None and place.type == "cuda" and wanted.cudagraph_mode:
+            graph_api = CudaGraphs(place)
+        keys = dispatch_keys_of(self.limits, wanted)
+        default_steps_ahead = 1 if place.type == "cuda" else 0
+        steps_ahead = default_steps_ahead if wanted.steps_ahead is None else wanted.steps_ahead
+        queue = make_queue(scheduler_config(self.limits, wanted, steps_ahead=steps_ahead))
+        bound = bind(
+            self._loaded, self.limits, dtype=dtype, device=place, kernels=kernels, graph_api=graph_api
         )
-        self._now = Now(
-            queue=make_queue(scheduler_config(self.limits, wanted)),
-            batch=InputBatch.make_empty(self.limits),
-            leased=self._bound.buffers.lease(),
-        )
+        self.capture_report = None if bound.captured is None else bound.captured.capture(graph_keys(keys))
+        self._turns = Turns(bound, self.limits, queue, keys, steps_ahead)
         self._submissions: dict[str, Submission] = {}
         self._samples: dict[str, tuple[Submission, int]] = {}
         self._undelivered: dict[str, RequestOutput] = {}
@@ -120,16 +112,18 @@ class Engine:
                 f"request id {req_id!r} is in use: wait for it, abort it, or use another id"
             )
         new = Submission(
-            req_id, prompt, params, self._loaded.tokenizer, add_special_tokens=add_special_tokens
+            req_id,
+            prompt,
+            params,
+            self._loaded.tokenizer,
+            number=self._num_submitted,
+            add_special_tokens=add_special_tokens,
         )
         base = self._stream(params, self._num_submitted if stream is None else stream)
         requests = new.requests(
             arrival=self._num_submitted, stream=base, priority=priority, eos=self.limits.eos_token_ids
         )
-        queue = self._now.queue
-        for request in requests:
-            queue = add(queue, request, vocab_size=self.limits.vocab_size)
-        self._now = attrs.evolve(self._now, queue=queue)
+        self._turns.add(requests, vocab_size=self.limits.vocab_size)
         self._submissions[req_id] = new
         self._samples |= {sample_id: (new, i) for i, sample_id in enumerate(new.sample_ids)}
         self._num_submitted += params.n
@@ -149,7 +143,7 @@ class Engine:
         names = [req_ids] if isinstance(req_ids, str) else list(req_ids)
         found = [self._submissions[name] for name in names if name in self._submissions]
         samples = [sample for new in found for sample in new.sample_ids if sample in self._samples]
-        self._now = attrs.evolve(self._now, queue=abort(self._now.queue, samples))
+        self._turns.abort(samples)
         for sample in samples:
             self._end(sample, "abort", None)
         return [new.output() for new in found]
@@ -230,7 +224,7 @@ class Engine:
     @property
     def params(self) -> Params:
         """The parameters in use."""
-        return self._bound.params
+        return self._turns.bound.params
 
     def update_weights(self, params: Params | Any, *, keep_kv: bool = False) -> None:
         """Use other parameters from the next step on; a tree of tensors like the present one, or Params.
@@ -245,13 +239,11 @@ class Engine:
         tree = params.tree if isinstance(params, Params) else params
         check_alike(self.params.tree, tree)
         version = self.params.version + 1
-        queue = set_version(self._now.queue, version, keep_kv=keep_kv)
-        self._bound = attrs.evolve(self._bound, params=Params(tree, version))
-        self._now = attrs.evolve(self._now, queue=queue)
+        self._turns.use(Params(tree, version), keep_kv=keep_kv)
 
     def close(self) -> None:
         """Give the memory back. What was submitted is dropped, and every other method fails from here on."""
-        self._bound.buffers.close()
+        self._turns.bound.buffers.close()
         self._submissions, self._samples, self._undelivered = {}, {}, {}
 
     def __enter__(self) -> Self:
@@ -263,7 +255,7 @@ class Engine:
         self.close()
 
     def __repr__(self) -> str:
-        queue = self._now.queue
+        queue = self._turns.now.queue
         return (
             f"Engine({self._loaded.name}, {len(queue.running)} running, {len(queue.waiting)} waiting, "
             f"{self.num_free_blocks} of {self.limits.num_blocks[0] - 1} blocks free)"
@@ -272,58 +264,41 @@ class Engine:
     @property
     def num_free_blocks(self) -> int:
         """Blocks of the first KV group that no request holds; cached prefixes count as free."""
-        return num_free(self._now.queue)
+        return num_free(self._turns.now.queue)
 
     # The loop
 
     def _turn(self) -> list[RequestOutput]:
-        """One step of everything that is scheduled."""
-        before = self._now
-        queue, scheduled = schedule(before.queue)
-        batch = update_states(before.batch, scheduled)
-        if not scheduled.req_ids:
-            self._now = Now(queue, batch, before.leased)
-            return []
-        plan = plan_step(batch, before.leased.absorbed)
-        try:
-            leased, pending = run(self._bound, before.leased, plan)
-            output = pending.result()
-        except BaseException:
-            self._recover()
-            raise
-        queue, finished = update(queue, scheduled.req_ids, output)
-        self._now = Now(queue, settle(batch, pending.batch, output), leased)
-        return self._publish(scheduled, output, finished)
-
-    def _recover(self) -> None:
-        """After a step that failed half-way: the buffers start empty, and every running request is computed again."""
-        buffers = self._bound.buffers
-        self._now = Now(preempt_all(self._now.queue), self._now.batch, buffers.lease())
-
-    def _publish(
-        self, scheduled: SchedulerOutput, output: StepOutput, finished: Sequence[Finished]
-    ) -> list[RequestOutput]:
-        """The step's tokens, in the transcripts; stop strings end their requests."""
-        for new in scheduled.scheduled_new_reqs:
+        """Begin a step of everything that is scheduled; results of the step that landed, if one did."""
+        begun, landed = self._turns.turn(self._num_submitted)
+        for new in begun.scheduled_new_reqs if begun is not None else ():
             submission, index = self._samples[new.req_id]
             if index == 0:
                 submission.num_cached_tokens = new.num_computed_tokens
-        ended = {f.req_id: f for f in finished}
+        return [] if landed is None else self._publish(landed)
+
+    def _publish(self, landed: Landed) -> list[RequestOutput]:
+        """The step's tokens, in the transcripts; stop strings end their requests.
+
+        Tokens of requests that ended since the step began are dropped, also where their id is in use again.
+        """
+        ended = {f.req_id: f for f in landed.finished}
         touched: dict[str, Submission] = {}
-        for row, (sample, token) in enumerate(
-            zip(scheduled.req_ids, output.sampled_token_ids[:, 0].tolist(), strict=True)
-        ):
+        tokens = landed.output.sampled_token_ids[:, 0].tolist()
+        for row, (sample, token) in enumerate(zip(landed.scheduled.req_ids, tokens, strict=False)):
+            submission, index = self._samples.get(sample, NOBODY)
+            if submission is None or submission.number >= landed.age:
+                continue
             if token < 0 and sample not in ended:
                 continue
-            submission, index = self._samples[sample]
             touched[submission.req_id] = submission
             end = ended.get(sample)
             stop = None
             if token >= 0:
                 is_stop = end is not None and end.reason == "stop"
-                stop = submission.transcripts[index].push(token, output.logprobs_tensors, row, is_stop)
+                stop = submission.transcripts[index].push(token, landed.output.logprobs_tensors, row, is_stop)
             if stop is not None:
-                self._now = attrs.evolve(self._now, queue=finish(self._now.queue, sample, "stop", stop))
+                self._turns.finish(sample, stop)
                 self._end(sample, "stop", stop)
             elif end is not None:
                 self._end(sample, end.reason, end.stop_reason)

@@ -1,6 +1,7 @@
 """`Pending`: a step's output on its way to the host."""
 
 import numpy as np
+import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
@@ -9,19 +10,38 @@ from purestep.pure.records.outputs import StepOutput
 
 
 class Pending:
-    """The output of the step of `batch`; `result` waits for it. Settle with both: settle(now, batch, result())."""
+    """The output of the step of `batch`; `result` waits for it. Settle with both: settle(now, batch, result()).
 
-    __slots__ = ("_output", "batch")
+    It is copied at once, since the next replay overwrites what a captured step returned. On a GPU the copies are queued
+    behind the step and before the next one; `result` waits for them and for nothing that came later.
+    """
+
+    __slots__ = ("_event", "_output", "batch")
 
     def __init__(self, batch: InputBatch, output: StepOutput) -> None:
         self.batch = batch
-        self._output = output
+        self._event: torch.cuda.Event | None = None
+        self._output: StepOutput = pytree.tree_map(_on_its_way, output)
+        if output.sampled_token_ids.is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record()
 
     def result(self) -> StepOutput:
         """The output on the host, numpy arrays in the order of `batch.req_ids`."""
-        output: StepOutput = pytree.tree_map(_on_host, self._output)
+        if self._event is not None:
+            self._event.synchronize()
+        output: StepOutput = pytree.tree_map(_as_numpy, self._output)
         return output
 
 
-def _on_host(leaf: Tensor | None) -> np.ndarray | None:
-    return None if leaf is None else leaf.detach().cpu().numpy()
+def _on_its_way(leaf: Tensor | None) -> Tensor | None:
+    if leaf is None:
+        return None
+    if not leaf.is_cuda:
+        return leaf.clone()
+    pinned = torch.empty(leaf.shape, dtype=leaf.dtype, pin_memory=True)
+    return pinned.copy_(leaf, non_blocking=True)
+
+
+def _as_numpy(leaf: Tensor | None) -> np.ndarray | None:
+    return None if leaf is None else leaf.detach().numpy()

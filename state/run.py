@@ -7,6 +7,7 @@ import attrs
 import torch
 
 from purestep.kernels.types import Kernels
+from purestep.pure.absorb import absorb
 from purestep.pure.errors import PlanBaseError
 from purestep.pure.models.model import Model, prepare_params
 from purestep.pure.record import replace
@@ -14,27 +15,57 @@ from purestep.pure.records.params import Params
 from purestep.pure.records.plan import StepPlan
 from purestep.pure.step import step
 from purestep.state.buffers import PersistentBuffers
+from purestep.state.graph_api import GraphApi
+from purestep.state.graphs import CapturedSteps, GraphKey
 from purestep.state.lease import Leased
 from purestep.state.pending import Pending
+from purestep.state.staging import stage
+from purestep.state.weights import same_storage
 
 
 @attrs.frozen
 class BoundStep:
-    """A step bound to buffers: the model, its parameters, and kernels that write in place."""
+    """A step bound to buffers: the model, its parameters, kernels that write in place, and captured graphs if any."""
 
     buffers: PersistentBuffers
     model: Model
     params: Params
     kernels: Kernels
+    graph_api: GraphApi | None = None
     prepared: Params = attrs.field(init=False, repr=False)  # `params` as the kernels want them
+    captured: CapturedSteps | None = attrs.field(init=False, repr=False)
 
     @prepared.default
     def _prepare(self) -> Params:
         return prepare_params(self.model, self.params, kernels=self.kernels)
 
+    @captured.default
+    def _no_graphs(self) -> CapturedSteps | None:
+        if self.graph_api is None:
+            return None
+        return CapturedSteps(self.model, self.prepared, self.buffers, self.kernels, self.graph_api)
 
-def run(bound: BoundStep, leased: Leased, plan: StepPlan) -> tuple[Leased, Pending]:
+
+def rebind(bound: BoundStep, params: Params) -> BoundStep:
+    """The same step with other parameters. Graphs read fixed addresses: they stay if the tensors are the same ones."""
+    new = attrs.evolve(bound, params=params)
+    if bound.captured is not None and new.captured is not None:
+        if same_storage(bound.prepared.tree, new.prepared.tree):
+            new.captured.take(bound.captured)
+        else:
+            keys = bound.captured.keys
+            bound.captured.clear()
+            new.captured.capture(keys)
+    return new
+
+
+def run(
+    bound: BoundStep, leased: Leased, plan: StepPlan, *, key: GraphKey | None = None
+) -> tuple[Leased, Pending]:
     """Run one step on the buffers: the lease is consumed, the next one and the step's output come back.
+
+    With a `key`, the plan's batch is padded to its descriptor, and its graph is replayed. The plan is absorbed before,
+    by the same function as ever: a graph has no inbox, since a steady step brings nothing.
 
     An exception half-way leaves the buffers unusable until `buffers.lease()`, since part of them may be written.
 
@@ -48,8 +79,16 @@ def run(bound: BoundStep, leased: Leased, plan: StepPlan) -> tuple[Leased, Pendi
             f"the plan starts from a batch of {len(plan.base.row_of)} requests that is not the one which the state at "
             f"step {leased.generation} reflects: make it with plan_step(batch, leased.absorbed)"
         )
-    inbox = plan.inbox.to(bound.buffers.device)
-    state = bound.buffers.begin(leased.generation)
+    buffers = bound.buffers
+    state = buffers.begin(leased.generation)
     with torch.no_grad():
-        state, output = step(bound.model, bound.prepared, replace(state, inbox=inbox), kernels=bound.kernels)
-    return bound.buffers.adopt(state, plan.batch), Pending(plan.batch, output)
+        if not plan.inbox.is_empty:
+            state = replace(state, inbox=stage(plan.inbox, buffers.device))
+            state = buffers.place(absorb(state, kernels=bound.kernels))
+        if key is None:
+            state, output = step(bound.model, bound.prepared, state, kernels=bound.kernels)
+        else:
+            assert bound.captured is not None, "a key was given for a step without graphs"
+            output = bound.captured.replay(key)
+        pending = Pending(plan.batch, output)
+    return buffers.adopt(state, plan.batch), pending

@@ -6,13 +6,20 @@ from typing import Any
 import attrs
 import torch
 
+from purestep.kernels.donating import donating
+from purestep.kernels.triton import cuda_donating
 from purestep.kernels.types import Kernels
+from purestep.pure.dispatch import capture_descriptors, dispatch_keys
 from purestep.pure.errors import InvalidParameterError
 from purestep.pure.models.model import Model
 from purestep.pure.records.batch import BatchLimits
+from purestep.pure.records.dispatch import CUDAGraphMode, DispatchConfig, DispatchKeys
+from purestep.pure.records.layout import SamplerShape
 from purestep.pure.records.params import Params
 from purestep.pure.records.queue import SchedulerConfig
 from purestep.state.buffers import PersistentBuffers
+from purestep.state.graph_api import GraphApi
+from purestep.state.graphs import GraphKey
 from purestep.state.loading.load import load_model
 from purestep.state.loading.loaded import LoadedModel
 from purestep.state.run import BoundStep
@@ -32,6 +39,11 @@ class Sizes:
     max_num_batched_tokens: int = 2048
     enable_prefix_caching: bool = True
     block_horizon: int = 64  # tokens that running requests are given blocks for ahead of time
+    steps_ahead: int | None = (
+        None  # steps begun before the last one's tokens are known; None: 1 on a GPU, else 0
+    )
+    cudagraph_mode: CUDAGraphMode = CUDAGraphMode.FULL_DECODE_ONLY  # on a GPU
+    capture_sizes: tuple[int, ...] | None = None  # numbers of tokens; None: up to max_num_reqs
 
     def __attrs_post_init__(self) -> None:
         for name in (
@@ -94,7 +106,7 @@ def limits_of(loaded: LoadedModel, sizes: Sizes, *, dtype: torch.dtype, seed: in
     )
 
 
-def scheduler_config(limits: BatchLimits, sizes: Sizes) -> SchedulerConfig:
+def scheduler_config(limits: BatchLimits, sizes: Sizes, *, steps_ahead: int) -> SchedulerConfig:
     """The scheduler's part of the sizes."""
     return SchedulerConfig(
         num_blocks=limits.num_blocks,
@@ -102,14 +114,49 @@ def scheduler_config(limits: BatchLimits, sizes: Sizes) -> SchedulerConfig:
         max_num_reqs=limits.max_num_reqs,
         max_num_batched_tokens=sizes.max_num_batched_tokens,
         max_model_len=limits.max_model_len,
+        async_scheduling=steps_ahead > 0,
         enable_prefix_caching=sizes.enable_prefix_caching,
         block_horizon=sizes.block_horizon,
     )
 
 
+def dispatch_keys_of(limits: BatchLimits, sizes: Sizes) -> DispatchKeys:
+    """The graphs that batches are dispatched to: decode batches of 1, 2, 4 and multiples of 8 requests by default."""
+    default = tuple(n for n in (1, 2, 4, *range(8, limits.max_num_reqs + 8, 8)) if n <= limits.max_num_reqs)
+    capture_sizes = (
+        tuple(sorted({*default, limits.max_num_reqs})) if sizes.capture_sizes is None else sizes.capture_sizes
+    )
+    return dispatch_keys(DispatchConfig(capture_sizes, limits.max_num_reqs), sizes.cudagraph_mode)
+
+
+GREEDY_SHAPE = SamplerShape()
+RANDOM_SHAPE = SamplerShape(random=True, truncated=True)
+
+
+def graph_keys(keys: DispatchKeys) -> list[GraphKey]:
+    """What is captured before the first step: every full graph, largest first, greedy and random."""
+    full = [
+        d
+        for mode, descriptors in capture_descriptors(keys)
+        if mode is CUDAGraphMode.FULL
+        for d in descriptors
+    ]
+    return [GraphKey(descriptor, shape) for descriptor in full for shape in (RANDOM_SHAPE, GREEDY_SHAPE)]
+
+
 def bind(
-    loaded: LoadedModel, limits: BatchLimits, *, dtype: torch.dtype, device: torch.device, kernels: Kernels
+    loaded: LoadedModel,
+    limits: BatchLimits,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Kernels | None,
+    graph_api: GraphApi | None,
 ) -> BoundStep:
-    """The step on buffers of its own."""
+    """The step on buffers of its own, with the kernels of its device unless others are given."""
+    if kernels is None:
+        kernels = cuda_donating() if device.type == "cuda" else donating
     buffers = PersistentBuffers(loaded.model, limits, dtype=dtype, device=device)
-    return BoundStep(buffers=buffers, model=loaded.model, params=loaded.params, kernels=kernels)
+    return BoundStep(
+        buffers=buffers, model=loaded.model, params=loaded.params, kernels=kernels, graph_api=graph_api
+    )

@@ -23,9 +23,11 @@ class Submission:
         params: SamplingParams,
         tokenizer: Tokenizer | None,
         *,
+        number: int = 0,
         add_special_tokens: bool = True,
     ) -> None:
         self.req_id = req_id
+        self.number = number  # how many samples were submitted before it
         self.params = params
         self.prompt = prompt if isinstance(prompt, str) else None
         self.prompt_token_ids = _token_ids(prompt, tokenizer, add_special_tokens)

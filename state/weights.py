@@ -21,3 +21,9 @@ def check_alike(old: Any, new: Any) -> None:
                 f"parameter {pytree.keystr(path)} is {tuple(b.shape)} {b.dtype} on {b.device}; "
                 f"the model's is {tuple(a.shape)} {a.dtype} on {a.device}: give one like it"
             )
+
+
+def same_storage(old: Any, new: Any) -> bool:
+    """Whether two trees of tensors lie at the same addresses."""
+    pairs = zip(pytree.tree_leaves(old), pytree.tree_leaves(new), strict=True)
+    return all(a.data_ptr() == b.data_ptr() for a, b in pairs)

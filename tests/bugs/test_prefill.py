@@ -16,17 +16,17 @@ def test_a_fully_cached_prompt_computes_its_last_token_and_changes_no_cached_blo
         prompt = PROMPT[: num_blocks * BLOCK_SIZE]
         with engine() as own:
             first = own.generate(prompt, GREEDY, progress=False)[0]
-            cached = [block for block, _ in own._now.queue.pools[0].key_of.items()]
-            before = [kv[cached].clone() for kv in own._now.leased.value.kv]
+            cached = [block for block, _ in own._turns.now.queue.pools[0].key_of.items()]
+            before = [kv[cached].clone() for kv in own._turns.now.leased.value.kv]
 
             own.add_request("again", prompt, GREEDY)
             own.step()
-            batch = own._now.batch
+            batch = own._turns.now.batch
 
             assert batch.layout.bounds.num_tokens == 1
             assert batch.columns.num_computed_tokens_settled[batch.row_of["again"]] == len(prompt)
             again = drained(own)["again"]
-            after = [kv[cached] for kv in own._now.leased.value.kv]
+            after = [kv[cached] for kv in own._turns.now.leased.value.kv]
         assert again.num_cached_tokens == len(prompt) - 1
         assert again.token_ids == first.token_ids
         assert len(cached) >= num_blocks
@@ -45,7 +45,7 @@ def test_a_preempted_request_computes_its_whole_history_again() -> None:
                 own.update_weights(own.params)  # keys and values are void, the tokens stay
                 own.step()
 
-                assert own._now.batch.layout.bounds.num_tokens == num_prompt + num_outputs
+                assert own._turns.now.batch.layout.bounds.num_tokens == num_prompt + num_outputs
                 assert drained(own)["r"].token_ids == expected
 
 

@@ -315,7 +315,7 @@ def test_closing_or_dropping_the_engine_frees_every_buffer() -> None:
     for drop in (False, True):
         own = engine()
         own.generate(PROMPTS, GREEDY, progress=False)
-        refs = [weakref.ref(leaf) for _, leaf in leaves(own._now.leased.value)]
+        refs = [weakref.ref(leaf) for _, leaf in leaves(own._turns.now.leased.value)]
         if drop:
             del own
         else:

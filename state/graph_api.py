@@ -1,0 +1,62 @@
+"""What capturing needs of a device, as a value: CUDA graphs here, a recording fake in the tests."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import attrs
+import torch
+
+
+class Graph(Protocol):
+    """A captured function: its result lies in storage of its own, which every replay overwrites."""
+
+    result: Any
+
+    def replay(self) -> None: ...
+
+
+class GraphApi(Protocol):
+    """How to capture. Graphs of one api share their memory, so those captured first should be the largest."""
+
+    def capture(self, function: Callable[[], Any]) -> Graph: ...
+
+    def num_bytes(self) -> int: ...
+
+
+@attrs.define
+class CudaGraph:
+    """One torch.cuda.CUDAGraph and what its function returned while it was captured."""
+
+    graph: torch.cuda.CUDAGraph
+    result: Any
+
+    def replay(self) -> None:
+        """Run it again on what its addresses hold now."""
+        self.graph.replay()
+
+
+class CudaGraphs:
+    """Captures on a stream of its own, in one memory pool."""
+
+    def __init__(self, device: torch.device, num_warmups: int = 2) -> None:
+        self._device = device
+        self._num_warmups = num_warmups
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+        self._before = torch.cuda.memory_allocated(device)
+
+    def capture(self, function: Callable[[], Any]) -> CudaGraph:
+        """Run the function a few times, so that kernels are compiled and handles made, then capture it once."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for _ in range(self._num_warmups):
+                function()
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            result = function()
+        return CudaGraph(graph, result)
+
+    def num_bytes(self) -> int:
+        """Device memory taken since this was made, as the allocator counts it."""
+        return torch.cuda.memory_allocated(self._device) - self._before

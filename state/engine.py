@@ -136,7 +136,7 @@ class Engine:
         """Run one turn; the requests that got tokens or ended in it, each with all that it has so far."""
         delivered = list(self._undelivered.values())
         self._undelivered = {}
-        return delivered + self._turn()
+        return delivered + [submission.output() for submission in self._turn()]
 
     def abort(self, req_ids: str | Iterable[str]) -> list[RequestOutput]:
         """Stop requests; what they have so far. Ids that are not in use are ignored: they may just have ended."""
@@ -168,10 +168,11 @@ class Engine:
         with self._submitted(prompts, sampling_params, on_error, add_special_tokens) as (names, refused):
             results |= refused
             with progress_bar(len(names), shown=progress) as report:
+                own = frozenset(names)
                 while len(results) < len(names):
-                    outputs = self._turn()
-                    results |= {o.req_id: o for o in self._own(outputs, names) if o.finished}
-                    report(finished=len(results), tokens=len(outputs))
+                    grown = self._own(self._turn(), own)
+                    results |= {s.req_id: s.output() for s in grown if s.finished}
+                    report(finished=len(results), tokens=len(grown))
         return [results[name] for name in names]
 
     def stream(
@@ -183,8 +184,9 @@ class Engine:
     ) -> Iterator[RequestOutput]:
         """Results as they grow, each with everything so far. Leaving the loop early aborts what still runs."""
         with self._submitted(prompts, sampling_params, "raise", add_special_tokens) as (names, _):
+            own = frozenset(names)
             while any(name in self._submissions for name in names):
-                yield from self._own(self._turn(), names)
+                yield from [s.output() for s in self._own(self._turn(), own)]
 
     def chat(
         self,
@@ -243,7 +245,10 @@ class Engine:
 
     def close(self) -> None:
         """Give the memory back. What was submitted is dropped, and every other method fails from here on."""
-        self._turns.bound.buffers.close()
+        bound = self._turns.bound
+        if bound.captured is not None:
+            bound.captured.clear()
+        bound.buffers.close()
         self._submissions, self._samples, self._undelivered = {}, {}, {}
 
     def __enter__(self) -> Self:
@@ -268,8 +273,8 @@ class Engine:
 
     # The loop
 
-    def _turn(self) -> list[RequestOutput]:
-        """Begin a step of everything that is scheduled; results of the step that landed, if one did."""
+    def _turn(self) -> list[Submission]:
+        """Begin a step of everything that is scheduled; the prompts that got tokens by the step that landed, if any."""
         begun, landed = self._turns.turn(self._num_submitted)
         for new in begun.scheduled_new_reqs if begun is not None else ():
             submission, index = self._samples[new.req_id]
@@ -277,7 +282,7 @@ class Engine:
                 submission.num_cached_tokens = new.num_computed_tokens
         return [] if landed is None else self._publish(landed)
 
-    def _publish(self, landed: Landed) -> list[RequestOutput]:
+    def _publish(self, landed: Landed) -> list[Submission]:
         """The step's tokens, in the transcripts; stop strings end their requests.
 
         Tokens of requests that ended since the step began are dropped, also where their id is in use again.
@@ -302,7 +307,7 @@ class Engine:
                 self._end(sample, "stop", stop)
             elif end is not None:
                 self._end(sample, end.reason, end.stop_reason)
-        return [submission.output() for submission in touched.values()]
+        return list(touched.values())
 
     def _end(self, sample: str, reason: str, stop_reason: int | str | None) -> None:
         submission, index = self._samples.pop(sample)
@@ -341,16 +346,12 @@ class Engine:
         finally:
             self.abort(names)
 
-    def _own(self, outputs: Iterable[RequestOutput], names: Iterable[str]) -> list[RequestOutput]:
-        """Those of a call's own requests; others are kept for the next `step`."""
-        own = []
-        wanted = set(names)
-        for output in outputs:
-            if output.req_id in wanted:
-                own.append(output)
-            else:
-                self._undelivered[output.req_id] = output
-        return own
+    def _own(self, grown: Iterable[Submission], names: frozenset[str]) -> list[Submission]:
+        """Those of a call's own requests; results of others are kept for the next `step`."""
+        for submission in grown:
+            if submission.req_id not in names:
+                self._undelivered[submission.req_id] = submission.output()
+        return [submission for submission in grown if submission.req_id in names]
 
     def _stream(self, params: SamplingParams, place: int) -> int:
         """A request's random stream: the one it asks for, its place, or, without a seed, one never used before."""

@@ -52,6 +52,11 @@ class Submission:
             for i, sample_id in enumerate(self.sample_ids)
         ]
 
+    @property
+    def finished(self) -> bool:
+        """Whether every sample has ended."""
+        return all(transcript.finished for transcript in self.transcripts)
+
     def output(self) -> RequestOutput:
         """The prompt and its samples so far."""
         return RequestOutput(

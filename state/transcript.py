@@ -57,6 +57,11 @@ class Transcript:
         self._finish_reason, self._stop_reason = reason, stop_reason
         self._seconds = time.monotonic() - self._begun
 
+    @property
+    def finished(self) -> bool:
+        """Whether no token follows."""
+        return self._finish_reason is not None
+
     def _cut_at_stop(self, before: int) -> str | None:
         stops = self._params.stop
         if not stops:

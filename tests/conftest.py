@@ -14,7 +14,9 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("traces", "oracle", "e2e", "models")  # recorded data, each with a README of its own
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton, as transformers may: it is read at import
+    os.environ["TRITON_INTERPRET"] = (
+        "1"  # before anything imports triton, as transformers may: it is read at import
+    )
 torch.set_num_threads(1)  # barriers between threads cost more than they save on tensors this small
 
 

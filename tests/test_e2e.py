@@ -71,5 +71,7 @@ def test_logprobs_are_those_recorded(
 
 def _by_token(result: RequestOutput) -> Iterator[dict[int, float]]:
     assert result.logprobs is not None
-    for ids, values in zip(result.logprobs.token_ids.tolist(), result.logprobs.logprobs.tolist(), strict=True):
+    for ids, values in zip(
+        result.logprobs.token_ids.tolist(), result.logprobs.logprobs.tolist(), strict=True
+    ):
         yield dict(zip(ids, values, strict=True))

@@ -177,7 +177,7 @@ class Machine(RuleBasedStateMachine):
             self.worlds.lose_kv()
 
     def teardown(self) -> None:
-        if hasattr(self, "worlds"):
+        if hasattr(self, "worlds") and self.worlds.is_sound:
             self.worlds.drain()
 
 

@@ -85,6 +85,7 @@ class Worlds:
         )
         self.requests: dict[str, Request] = {}
         self.begun: list[Begun] = []
+        self.is_sound = True  # no law has been found broken
         self.lose_kv()
 
     def lose_kv(self) -> None:
@@ -112,12 +113,14 @@ class Worlds:
 
     def begin(self, more_tokens: int = 0, more_reqs: int | None = None) -> bool:
         """One step in both worlds, in that of buffers padded by so much; whether anything ran."""
+        self.is_sound = False
         self.queue, output = schedule(self.queue)
         before, self.batch = self.batch, update_states(self.batch, output)
         check_invariants(self.queue)
         laws.assert_rows_are_a_partition(self.batch)
         assert_rows_are_stable(before, self.batch)
         if not output.req_ids:
+            self.is_sound = True
             return False
         bounds = self.batch.layout.bounds
         shape = BatchDescriptor(
@@ -136,6 +139,7 @@ class Worlds:
         self._assert_same_worlds()
         assert_same_output(pending.result(), result, bounds.num_reqs)
         self.begun.append(Begun(self.batch, result, pending))
+        self.is_sound = True
         return True
 
     def _free_step(self, output: SchedulerOutput) -> StepOutput:
@@ -173,6 +177,7 @@ class Worlds:
 
     def settle(self) -> None:
         """The host learns the output of the oldest step."""
+        self.is_sound = False
         step = self.begun.pop(0)
         output = step.pending.result()
         self.queue, finished = update(self.queue, step.batch.req_ids, output)
@@ -181,6 +186,7 @@ class Worlds:
         laws.assert_rows_are_a_partition(self.batch)
         for done in finished:
             self._check(done)
+        self.is_sound = True
 
     def _check(self, done: Finished) -> None:
         request = self.requests.pop(done.req_id)

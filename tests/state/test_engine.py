@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from purestep.kernels.donating import donating
@@ -25,6 +25,7 @@ from purestep.pure.records.params import Params
 from purestep.pure.records.sampling_params import SamplingParams
 from purestep.state.buffers import leaves
 from purestep.state.engine import Engine
+from tests.profiles import examples
 
 CONFIG = tiny_config()
 MODEL = llama(CONFIG)
@@ -43,7 +44,7 @@ def tokens(prompts: Any, params: Any = GREEDY, **changes: Any) -> list[tuple[int
         return [result.token_ids for result in own.generate(prompts, params, progress=False)]
 
 
-@settings(max_examples=20)
+@examples(0.1)
 @given(
     st.lists(st.lists(st.integers(0, 63), min_size=1, max_size=20), min_size=1, max_size=5),
     st.integers(3, 32),

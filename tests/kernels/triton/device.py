@@ -24,7 +24,9 @@ quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 def few(num_examples: int) -> Any:
-    """Settings of a property test whose examples cost a tenth of a second each."""
-    from hypothesis import settings
+    """Settings of a property test whose examples cost a tenth of a second each. What fails is not made smaller: it is
+    small, and that would take minutes."""
+    from hypothesis import Phase, settings
 
-    return settings(settings.default, max_examples=num_examples)
+    phases = (Phase.explicit, Phase.reuse, Phase.generate)
+    return settings(settings.default, max_examples=num_examples, phases=phases)

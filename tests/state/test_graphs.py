@@ -1,0 +1,202 @@
+"""Captured steps, with a stand-in for CUDA graphs: the same tokens, nothing left behind, nothing uploaded in vain."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import purestep.state.run
+from purestep.kernels.donating import donating
+from purestep.kernels.reference import reference
+from purestep.pure.errors import CaptureError
+from purestep.pure.models.initialize import random_params, tiny_config
+from purestep.pure.models.llama import llama
+from purestep.pure.record import replace
+from purestep.pure.records.batch import BatchLimits
+from purestep.pure.records.inputs import BatchDescriptor
+from purestep.pure.records.layout import SamplerShape
+from purestep.pure.records.sampling_params import SamplingParams
+from purestep.state.buffers import PersistentBuffers, leaves
+from purestep.state.engine import Engine
+from purestep.state.graphs import CapturedSteps, GraphKey, covers
+from tests.profiles import examples
+from tests.state.fake_graphs import FakeGraphs
+
+CONFIG = tiny_config()
+MODEL = llama(CONFIG)
+PARAMS = random_params(CONFIG, seed=1, std=0.5)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+PROMPTS = [(5, 9, 2, 7), (1, 1, 3), (40, 8, 22, 17, 5, 6, 30, 2, 9), (5, 9, 2, 8)]
+
+
+def engine(**changes: Any) -> Engine:
+    sizes = {"kv_cache_bytes": 40 * 1024, "block_size": 4, "max_model_len": 48, "max_num_reqs": 8}
+    return Engine((MODEL, PARAMS), **(sizes | changes))
+
+
+def tokens(prompts: Any, params: Any, **changes: Any) -> list[list[tuple[int, ...]]]:
+    with engine(**changes) as own:
+        results = own.generate(prompts, params, progress=False)
+    return [[output.token_ids for output in result.outputs] for result in results]
+
+
+PARAMETERS = st.builds(
+    SamplingParams,
+    n=st.integers(1, 2),
+    temperature=st.sampled_from([0.0, 0.7, 1.0]),
+    top_k=st.sampled_from([0, 1, 8]),
+    top_p=st.sampled_from([1.0, 0.8]),
+    repetition_penalty=st.sampled_from([1.0, 1.3]),
+    min_tokens=st.sampled_from([0, 3]),
+    stop_token_ids=st.sampled_from([(), (3, 17)]),
+    seed=st.integers(0, 5),
+    max_tokens=st.integers(3, 12),
+)
+
+
+@examples(0.1)
+@given(
+    st.lists(st.lists(st.integers(0, 63), min_size=1, max_size=20), min_size=1, max_size=5),
+    PARAMETERS,
+    st.integers(0, 2),
+    st.booleans(),
+    st.integers(4, 32),
+    st.sampled_from([14, 40]),
+)
+def test_captured_steps_and_steps_ahead_give_the_tokens_of_plain_ones(
+    prompts: list[list[int]],
+    params: SamplingParams,
+    steps_ahead: int,
+    captured: bool,
+    budget: int,
+    num_blocks: int,
+) -> None:
+    api = FakeGraphs() if captured else None
+    sizes = {"max_num_batched_tokens": budget, "kv_cache_bytes": num_blocks * 1024}
+
+    assert tokens(prompts, params, steps_ahead=steps_ahead, graph_api=api, **sizes) == tokens(prompts, params)
+
+
+def test_decode_batches_are_replayed_and_padded_to_what_was_captured() -> None:
+    api = FakeGraphs()
+
+    assert tokens(PROMPTS[:3], GREEDY, graph_api=api, capture_sizes=(4, 8)) == tokens(PROMPTS[:3], GREEDY)
+    assert len(api.captured) == 4  # two sizes, greedy and random
+    assert api.num_replays == 11  # one prefill step, then one replay a token
+
+
+def test_the_largest_shapes_are_captured_first() -> None:
+    api = FakeGraphs()
+    with engine(graph_api=api) as own:
+        keys = own._turns.bound.captured.keys
+
+    sizes = [key.descriptor.num_tokens for key in keys]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] == 8
+
+
+def test_capturing_leaves_no_trace() -> None:
+    limits = BatchLimits(max_num_reqs=4, max_model_len=16, vocab_size=64, block_sizes=(4,), num_blocks=(8,))
+    buffers = PersistentBuffers(MODEL, limits)
+    state = buffers.lease().value
+    for kv in state.kv:
+        kv.normal_()
+    state.ledger.table.random_(0, 3)
+    state.token_ids.random_(0, 64)
+    before = [leaf.clone() for _, leaf in leaves(state)]
+    steps = CapturedSteps(MODEL, PARAMS, buffers, donating, FakeGraphs())
+
+    steps.capture([GraphKey(BatchDescriptor(n, n, uniform=True), SamplerShape(random=True)) for n in (4, 2, 1)])
+
+    for (name, leaf), old in zip(leaves(state), before, strict=True):
+        if name.startswith("kv"):
+            assert torch.equal(leaf[1:], old[1:])  # block 0 takes what padding writes
+        elif name == "token_ids":
+            assert torch.equal(leaf[:-1], old[:-1])  # so does the null row
+        else:
+            assert torch.equal(leaf, old)
+
+
+def test_a_step_that_returns_fresh_memory_is_refused_with_its_size() -> None:
+    limits = BatchLimits(max_num_reqs=4, max_model_len=16, vocab_size=64, block_sizes=(4,), num_blocks=(8,))
+    wrong = replace(donating, attend=reference.attend)
+    steps = CapturedSteps(MODEL, PARAMS, PersistentBuffers(MODEL, limits), wrong, FakeGraphs())
+
+    with pytest.raises(CaptureError, match=r"kv\[0\] came back in fresh storage \(4,096 bytes\)"):
+        steps.capture([GraphKey(BatchDescriptor(4, 4, uniform=True), SamplerShape())])
+
+
+def test_steady_decode_uploads_once_in_a_horizon(monkeypatch: pytest.MonkeyPatch) -> None:
+    staged = []
+
+    def counted(inbox: Any, device: torch.device) -> Any:
+        staged.append(inbox.data.nbytes)
+        return stage(inbox, device)
+
+    stage = purestep.state.run.stage
+    monkeypatch.setattr(purestep.state.run, "stage", counted)
+    horizon, api = 16, FakeGraphs()
+    params = SamplingParams(temperature=0.0, max_tokens=33, ignore_eos=True)
+    with engine(graph_api=api, block_horizon=horizon, kv_cache_bytes=2**18) as own:
+        own.generate([[1, 2, 3, 4]] * 8, params, progress=False)
+
+    assert api.num_replays == 32
+    # Admission, the layout of decoding, and one growth for each further 16 tokens.
+    assert len(staged) <= 2 + 2
+
+
+def test_new_weights_in_the_same_memory_keep_the_graphs_and_others_are_captured_anew() -> None:
+    api = FakeGraphs()
+    other = random_params(CONFIG, seed=2, std=0.5)
+    with engine(graph_api=api) as own:
+        own.generate(PROMPTS, GREEDY, progress=False)
+        num_graphs = len(api.captured)
+        own.update_weights(other)
+
+        assert len(api.captured) == 2 * num_graphs
+        results = [r.token_ids for r in own.generate(PROMPTS, GREEDY, progress=False)]
+    with Engine((MODEL, other), kv_cache_bytes=2**20, max_model_len=48) as fresh:
+        assert results == [r.token_ids for r in fresh.generate(PROMPTS, GREEDY, progress=False)]
+
+
+def test_closing_the_engine_drops_its_graphs() -> None:
+    api = FakeGraphs()
+    own = engine(graph_api=api)
+    graphs = [weakref.ref(graph) for graph in api.captured]
+    api.captured.clear()
+
+    own.close()
+    gc.collect()
+
+    assert [ref() for ref in graphs] == [None] * len(graphs)
+
+
+@pytest.mark.parametrize(
+    ("captured", "wanted", "covered"),
+    [
+        (SamplerShape(), SamplerShape(), True),
+        (SamplerShape(), SamplerShape(random=True), False),
+        (SamplerShape(random=True, truncated=True), SamplerShape(random=True), True),
+        (SamplerShape(random=True, truncated=True), SamplerShape(penalties=True), False),
+        (SamplerShape(random=True), SamplerShape(constraints=True), False),
+        (SamplerShape(num_logprobs=5, logprobs_modes=("raw_logprobs",)), SamplerShape(), False),
+        (
+            SamplerShape(num_logprobs=5, logprobs_modes=("raw_logprobs",)),
+            SamplerShape(num_logprobs=2, logprobs_modes=("raw_logprobs",)),
+            True,
+        ),
+        (
+            SamplerShape(num_logprobs=5, logprobs_modes=("raw_logprobs",)),
+            SamplerShape(num_logprobs=2, logprobs_modes=("raw_logits",)),
+            False,
+        ),
+    ],
+)
+def test_a_captured_sampler_covers_what_it_computes(
+    captured: SamplerShape, wanted: SamplerShape, covered: bool
+) -> None:
+    assert covers(captured, wanted) is covered

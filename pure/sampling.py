@@ -64,7 +64,9 @@ def sample_tokens(
     state, logits = executed.state, executed.logits
     shape, params = state.layout.bounds.sampler, batch_params(state)
     processed = _constrained(state, params, logits, kernels)
-    tokens = kernels.greedy(processed)
+    best = kernels.greedy(logits)
+    peak = logits.gather(-1, best[:, None])[:, 0]  # NaN if any logit is, else +inf if any is
+    tokens = best if processed is logits else kernels.greedy(processed)
     final = processed
     if shape.random:
         final = kernels.scale_by_temperature(processed, params["temperature"])
@@ -78,7 +80,7 @@ def sample_tokens(
     return SampledTokens(
         token_ids=tokens.to(torch.int32),
         stops=is_stop.any(-1) & (params.num_output_tokens + 1 >= params["min_tokens"]),
-        has_nan=~(logits < float("inf")).all(-1),
+        has_nan=~(peak < float("inf")),
         logprobs_tensors=_logprobs(shape, params, (logits, processed, final), tokens, kernels),
     )
 

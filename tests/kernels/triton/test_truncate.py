@@ -84,6 +84,16 @@ def test_strange_rows_are_left_to_the_reference_s_rule() -> None:
         torch.testing.assert_close(ours, expected, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("way", [(2, 4), (128, 2048)])
+def test_neighbouring_floats_are_told_apart(way: tuple[int, int]) -> None:
+    """Of twelve floats, each the next one after another, exactly k stay."""
+    logits = torch.ones(12).view(torch.int32).add(torch.randperm(12).int()).view(torch.float32)
+    for k in range(1, 12):
+        ours = run(logits[None], [(k, 1.0, 0.0)], way)[0]
+        assert torch.equal(ours.sort(descending=True).values[:k], logits.sort(descending=True).values[:k])
+        assert ours.isfinite().sum() == k
+
+
 def test_ties_at_the_mass() -> None:
     """Of eight equal logits p = 0.5 keeps the four lowest ids, which meet it exactly; p = 0.51 a fifth."""
     ours = run(torch.zeros(2, 8), [(0, 0.5, 0.0), (0, 0.51, 0.0)], (2, 16))

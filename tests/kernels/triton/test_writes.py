@@ -59,7 +59,7 @@ def test_write_refuses_entries_in_pieces() -> None:
 def test_copies_read_before_they_write(targets: list[int], count: int, in_columns: bool) -> None:
     """Chains such as 1 to 2 and 2 to 3 copy the old contents; padding copies the null block onto itself."""
     kv = torch.randn(9, 2, 4, 2, 32, device=DEVICE).to(torch.bfloat16)
-    source = ints(*targets[::-1][:count], 0, 0)
+    source = ints(*[targets[-1], *targets][:count], 0, 0)  # each but the first is the target before it
     target = ints(*targets[:count], 0, 0)
     if in_columns:  # as a plan has them: pairs, one after the other
         source, target = torch.stack([source, target], dim=1).unbind(1)

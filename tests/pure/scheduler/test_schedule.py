@@ -308,14 +308,18 @@ class TestHorizon:
 
         assert num_free(made.queue) == 63 - 1
 
-    def test_a_row_that_sits_out_is_given_its_blocks_when_it_runs(self) -> None:
-        """Only requests of the step are told of new blocks."""
+    @pytest.mark.parametrize("num_before", range(6))
+    def test_a_row_that_sits_out_is_given_no_blocks(self, num_before: int) -> None:
+        """c's last chunk takes b's part of the budget while a may lack a block; the device knows who is in the step."""
         made = driver(
-            ("a", 4), ("b", 4), max_tokens=20, block_horizon=5, max_num_batched_tokens=1, num_blocks=(64,)
+            ("a", 4), ("b", 4), max_tokens=30, block_horizon=5, max_num_batched_tokens=3, num_blocks=(64,)
         )
-        made.drain()
+        while len(made.queue.running) < 2 or made.queue.running.counts.num_known[0] < 5 + num_before:
+            made.step()
+        made.add(request("c", [1] * 9, max_tokens=2, priority=-1))
 
-        assert set(made.finished) == {"a", "b"}
+        assert [counts(made.step()) for _ in range(4)][-1] == {"c": 2, "a": 1}
+        made.drain()
 
     def test_half_of_what_is_available_is_left(self) -> None:
         """Two rows lack a block each. 5 more for each are as much as half of 20, but more than half of 19."""

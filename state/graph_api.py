@@ -42,7 +42,7 @@ class CudaGraphs:
         self._device = device
         self._num_warmups = num_warmups
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._before = torch.cuda.memory_allocated(device)
 
     def capture(self, function: Callable[[], Any]) -> CudaGraph:

@@ -23,7 +23,7 @@ class Pending:
         self._event: torch.cuda.Event | None = None
         self._output: StepOutput = pytree.tree_map(_on_its_way, output)
         if output.sampled_token_ids.is_cuda:
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
     def result(self) -> StepOutput:

@@ -11,6 +11,7 @@ from random import Random
 
 import attrs
 import numpy as np
+from hypothesis import strategies as st
 
 from purestep.pure.records.batch import BatchLimits, InputBatch
 from purestep.pure.records.outputs import StepOutput
@@ -29,6 +30,9 @@ LIMITS = BatchLimits(
     eos_token_ids=(0,),
 )
 MAX_LIVES = 7
+
+# A number and no `st.randoms()`: schedules are long, and shrinking them draw by draw takes minutes.
+seeds = st.integers(0, 2**32 - 1).map(Random)
 
 Update = Callable[[InputBatch, SchedulerOutput], InputBatch]
 Settle = Callable[[InputBatch, InputBatch, StepOutput], InputBatch]

@@ -2,8 +2,6 @@
 
 import doctest
 
-import pytest
-
 from tests.smollm2 import needs_smollm2
 from tests.syntax import ROOT
 

@@ -123,9 +123,10 @@ class Worlds:
             self.is_sound = True
             return False
         bounds = self.batch.layout.bounds
+        num_reqs = bounds.num_reqs + (more_reqs or 0)
         shape = BatchDescriptor(
             num_tokens=bounds.num_tokens + more_tokens,
-            num_reqs=None if more_reqs is None else bounds.num_reqs + more_reqs,
+            num_reqs=None if more_reqs is None else min(num_reqs, self.limits.max_num_reqs),
         )
         old, old_absorbed = self.state, self.absorbed
         old_buffers = self.leased.clone()

@@ -105,24 +105,27 @@ def _decode(
         keys, values = _gather(kv, table, start, end)
         for r, length in enumerate(lens):  # what is not visible may be anything, NaN included
             for x in (keys[r], values[r]):
-                x[length - start :].zero_()
-                x[: max(0, length - window - start)].zero_()
+                x[:, length - start :].zero_()
+                x[:, : max(0, length - window - start)].zero_()
         position, own_end = torch.arange(start, end), seq_lens[:, None]
         visible = ((position < own_end) & (position >= own_end - window))[:, None, None]
     grouped = torch.unflatten(q, 1, (kv.shape[3], -1))  # the heads that share keys stand as queries of one
-    out = _weigh(grouped, keys.transpose(1, 2), values.transpose(1, 2), visible, form)
-    return out.reshape(q.shape)
+    return _weigh(grouped, keys, values, visible, form).reshape(q.shape)
 
 
 def _gather(kv: Tensor, table: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
-    """Copies of the keys and values at positions start to end, each [reqs, end - start, kv_heads, dim]."""
+    """Copies of the keys and values at positions start to end, each [reqs, kv_heads, end - start, dim]."""
     num_blocks, _, block_size, num_kv_heads, dim = kv.shape
     first, last = start // block_size, -(-end // block_size)
     planes = torch.add(KEYS_THEN_VALUES, table[:, None, first:last], alpha=2)
     pages = kv.view(2 * num_blocks, -1).index_select(0, planes.view(-1))
-    keys, values = pages.view(len(table), 2, -1, num_kv_heads, dim).unbind(1)
-    wanted = slice(start - first * block_size, end - first * block_size)
-    return keys[:, wanted], values[:, wanted]
+    token = num_kv_heads * dim
+    request = 2 * (last - first) * block_size * token  # all keys, then all values
+    shape = (len(table), num_kv_heads, end - start, dim)
+    strides = (request, dim, token, 1)
+    skipped = (start - first * block_size) * token
+    # Slicing and transposing step by step would take longer than copying does.
+    return pages.as_strided(shape, strides, skipped), pages.as_strided(shape, strides, skipped + request // 2)
 
 
 def _prompt(
@@ -132,7 +135,7 @@ def _prompt(
     window, num_queries = form.sliding_window, len(q)
     is_whole = length == num_queries and (window is None or window >= length)
     if is_whole and form.soft_cap is None and k.dtype == kv.dtype:
-        return _one_request(q, k, v, None, form)
+        return _one_request(q, k.transpose(0, 1), v.transpose(0, 1), None, form)
     out = torch.empty_like(q)
     for begin in range(0, num_queries, QUERY_TILE):
         tile = q[begin : begin + QUERY_TILE]
@@ -149,9 +152,9 @@ def _prompt(
 
 
 def _one_request(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, form: ScoreForm) -> Tensor:
-    """q [tokens, heads, dim] to keys [keys, kv_heads, dim]; visible bool [tokens, keys], None for plain causal."""
-    grouped = torch.unflatten(q, 1, (keys.shape[1], -1)).permute(1, 2, 0, 3)
-    k, v = (x.permute(1, 0, 2)[:, None].expand(-1, grouped.shape[1], -1, -1) for x in (keys, values))
+    """q [tokens, heads, dim] to keys [kv_heads, keys, dim]; visible bool [tokens, keys], None for plain causal."""
+    grouped = torch.unflatten(q, 1, (len(keys), -1)).permute(1, 2, 0, 3)
+    k, v = (x[:, None].expand(-1, grouped.shape[1], -1, -1) for x in (keys, values))
     out = _weigh(grouped, k, v, visible, form, is_causal=visible is None)
     return out.permute(2, 0, 1, 3).reshape(q.shape)
 

@@ -16,9 +16,6 @@ ROWS_PACKED_FOR = (
 )
 
 
-FEW_TOKENS = 64  # up to so many, calls cost more than copies
-
-
 @record
 class PackedWeight:
     """A weight [out, in] in row order, and a copy of it in oneDNN's blocked order."""
@@ -83,18 +80,12 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
 
     q [tokens, heads, dim], k [tokens, kv_heads, dim]; cos and sin [tokens, dim/2].
     """
-    if len(q) > FEW_TOKENS:
-        cos, sin = cos[:, None, None], sin[:, None]
-        return _turned(q, cos, sin), _turned(k, cos, sin)
-    both = torch.cat((q, k), dim=1)
-    opposite = both.roll(cos.shape[-1], -1)
-    turned = both * torch.cat((cos, cos), dim=-1)[:, None]
-    turned.addcmul_(opposite, torch.cat((-sin, sin), dim=-1)[:, None])
-    return turned[:, : q.shape[1]], turned[:, q.shape[1] :]
+    cos, sin = cos[:, None, None], sin[:, None]
+    return _turned(q, cos, sin), _turned(k, cos, sin)
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [tokens, heads, dim] with cos [tokens, 1, 1, dim/2] and sin [tokens, 1, dim/2], without copies of its halves."""
+    """x [tokens, heads, dim] turned, its halves never copied; cos [tokens, 1, 1, dim/2], sin [tokens, 1, dim/2]."""
     halves = torch.unflatten(x, -1, (2, -1))
     low, high = halves.unbind(-2)
     turned = halves * cos

@@ -1,4 +1,3 @@
-# mypy: allow-untyped-calls
 """Paged attention: this step's keys and values are written first, then every query attends."""
 
 from torch import Tensor

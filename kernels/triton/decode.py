@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
 """Paged attention of one query a request: its keys are split among programs, whose parts a second kernel joins.
 
 How a request's keys are split depends on its own length and on the shape of the batch, never on the bounds: so

@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
 """Norms, rotary embedding and activation: one pass each, in float32, rounded where the reference rounds."""
 
 import torch

@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
 """From logits to a token: temperature, the greedy choice, the random draw. Shapes: logits [reqs, vocab].
 
 A row is cut into chunks that a program each looks through; a second kernel joins what they found.

@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
 """Reading log-probabilities (or logits) of chosen and of likely tokens."""
 
 import torch

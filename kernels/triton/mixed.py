@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
 """Paged attention of any number of queries a request: prefill, chunks, and decoding requests among them.
 
 A tile is some consecutive queries of one request, times the heads that share a key head. Tiles are numbered so that

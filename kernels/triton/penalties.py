@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
 """Penalties on tokens that have occurred: count the histories, then one pass over the logits."""
 
 import torch

@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
 """Random numbers as a function of what they are for: the bits of `kernels/reference/philox.py`."""
 
 import torch

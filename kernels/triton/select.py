@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
 """Finding the place of a cut in an unsorted row, exactly and without a sort.
 
 Every function looks at a list: `values` in order of id, `count` of them. A list is a whole row, or the few candidates

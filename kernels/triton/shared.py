@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
 """What the kernels share: the checks of their arguments, and floats as integers of the same order."""
 
 import torch

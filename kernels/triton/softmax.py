@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
 """Attention of some query rows to a run of one request's keys, tile by tile with a running softmax.
 
 Scores are in units of log 2, so that `exp2` gives the weights. Source: https://arxiv.org/abs/2205.14135 (online

@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
 """Cutting a distribution's tail: min-p, then top-k, then top-p, by the rules of `kernels/reference/truncate.py`.
 
 One pass surveys the rows, a program a row finds its cut, one pass applies it. A cut is a key and an id: what is above

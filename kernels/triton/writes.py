@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
 """Writing into device state, in place: scattered entries, whole blocks, this step's keys and values.
 
 Offsets into tables are 64 bits wide. A place outside the table is not written.
@@ -20,7 +19,7 @@ def write(table: Tensor, indices: tuple[Tensor, ...], values: Tensor) -> Tensor:
     Raises:
         ValueError: the dimensions that are not indexed do not lie together in the table.
     """
-    shape = torch.broadcast_shapes(*(index.shape for index in indices))
+    shape = torch.broadcast_shapes(*(index.shape for index in indices))  # type: ignore[no-untyped-call]
     inner = table.shape[len(indices) :]
     if not table[(0,) * len(indices)].is_contiguous():
         raise ValueError(

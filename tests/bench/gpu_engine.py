@@ -29,7 +29,14 @@ from purestep.state.engine import Engine
 
 
 def shape(
-    hidden: int, layers: int, heads: int, head_dim: int, inner: int, vocab: int, tied: bool, qk_norm: bool = False
+    hidden: int,
+    layers: int,
+    heads: int,
+    head_dim: int,
+    inner: int,
+    vocab: int,
+    tied: bool,
+    qk_norm: bool = False,
 ) -> ModelConfig:
     return ModelConfig(
         vocab_size=vocab,
@@ -58,13 +65,23 @@ def check_equal() -> list[dict[str, Any]]:
     model, params = llama(config), random_params(config, seed=1, std=0.3)
     there = Params(torch.utils._pytree.tree_map(lambda leaf: leaf.cuda(), params.tree))
     generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(512, (n,), generator=generator).tolist() for n in (1, 7, 33, 64, 100, 129, 5, 16, 250, 3, 3)]
+    prompts = [
+        torch.randint(512, (n,), generator=generator).tolist()
+        for n in (1, 7, 33, 64, 100, 129, 5, 16, 250, 3, 3)
+    ]
     wanted = {
         "greedy": SamplingParams(temperature=0.0, max_tokens=40),
         "random": SamplingParams(seed=5, top_k=20, top_p=0.9, n=2, max_tokens=40),
-        "penalties": SamplingParams(seed=5, repetition_penalty=1.2, frequency_penalty=0.3, max_tokens=40, logprobs=3),
+        "penalties": SamplingParams(
+            seed=5, repetition_penalty=1.2, frequency_penalty=0.3, max_tokens=40, logprobs=3
+        ),
     }
-    sizes: dict[str, Any] = {"kv_cache_bytes": 2**24, "max_model_len": 400, "max_num_reqs": 16, "max_num_batched_tokens": 96}
+    sizes: dict[str, Any] = {
+        "kv_cache_bytes": 2**24,
+        "max_model_len": 400,
+        "max_num_reqs": 16,
+        "max_num_batched_tokens": 96,
+    }
     worlds: dict[str, Any] = {
         "eager": {"cudagraph_mode": CUDAGraphMode.NONE, "steps_ahead": 0},
         "captured": {"steps_ahead": 0},
@@ -106,14 +123,19 @@ def decode_rows(name: str, model: Model, params: Params, batches: list[int]) -> 
         max_num_batched_tokens=8192,
         block_horizon=128,
     )
-    rows.append({"bench": "startup", "shape": name, "s": time.monotonic() - begun, "capture": _capture(engine)})
+    rows.append(
+        {"bench": "startup", "shape": name, "s": time.monotonic() - begun, "capture": _capture(engine)}
+    )
     print(rows[-1], flush=True)
     with engine:
         generator = torch.Generator().manual_seed(0)
         for batch in batches:
             prompts = torch.randint(config.vocab_size, (batch, PROMPT_LEN), generator=generator).tolist()
             floor = (weights + batch * per_token * 1120) / BANDWIDTH * 1e3
-            for what, extra in (("decode", {"temperature": 0.0}), ("sampled", {"temperature": 0.8, "top_k": 50, "top_p": 0.95, "seed": 1})):
+            for what, extra in (
+                ("decode", {"temperature": 0.0}),
+                ("sampled", {"temperature": 0.8, "top_k": 50, "top_p": 0.95, "seed": 1}),
+            ):
                 times = {n: [] for n in (32, 160)}
                 for n in (32, 160) * 4:
                     params_n = SamplingParams(max_tokens=n, ignore_eos=True, detokenize=False, **extra)
@@ -122,14 +144,30 @@ def decode_rows(name: str, model: Model, params: Params, batches: list[int]) -> 
                     engine.generate(prompts, params_n, progress=False)
                     times[n].append(time.perf_counter() - start)
                 ms = (statistics.median(times[160][1:]) - statistics.median(times[32][1:])) / 128 * 1e3
-                rows.append({"bench": what, "shape": name, "batch": batch, "ms": ms, "level": "engine", "floor": floor})
-                print(f"{what:8} {name:5} x {batch:<4} {ms:8.3f} ms  floor {floor:7.3f}  share {floor / ms:5.1%}", flush=True)
+                rows.append(
+                    {
+                        "bench": what,
+                        "shape": name,
+                        "batch": batch,
+                        "ms": ms,
+                        "level": "engine",
+                        "floor": floor,
+                    }
+                )
+                print(
+                    f"{what:8} {name:5} x {batch:<4} {ms:8.3f} ms  floor {floor:7.3f}  share {floor / ms:5.1%}",
+                    flush=True,
+                )
     return rows
 
 
 def _capture(engine: Engine) -> dict[str, Any] | None:
     report = engine.capture_report
-    return None if report is None else {"graphs": report.num_graphs, "s": report.seconds, "bytes": report.num_bytes}
+    return (
+        None
+        if report is None
+        else {"graphs": report.num_graphs, "s": report.seconds, "bytes": report.num_bytes}
+    )
 
 
 def main() -> int:
@@ -147,9 +185,15 @@ def main() -> int:
         rows += decode_rows(name, model, params, options.batches)
         del params
         torch.cuda.empty_cache()
-    versions = {"torch": torch.__version__, "triton": triton.__version__, "device": torch.cuda.get_device_name()}
+    versions = {
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "device": torch.cuda.get_device_name(),
+    }
     date = datetime.date.today().isoformat()
-    options.out.write_text(json.dumps([row | {"versions": versions, "date": date} for row in rows], indent=1) + "\n")
+    options.out.write_text(
+        json.dumps([row | {"versions": versions, "date": date} for row in rows], indent=1) + "\n"
+    )
     return int(any(row.get("equal") is False for row in rows))
 
 

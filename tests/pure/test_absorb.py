@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
 from purestep.kernels.reference import reference
 from purestep.pure.absorb import absorb
@@ -18,7 +17,7 @@ from purestep.pure.records.state import NUM_HOST_COLUMNS, StepState
 from tests.laws import assert_pure, equal
 from tests.leaves import EMPTY, initial
 from tests.profiles import examples
-from tests.schedules import LIMITS, Schedule, drive
+from tests.schedules import LIMITS, Schedule, drive, seeds
 
 
 def filled_state(seed: int = 0) -> StepState:
@@ -48,7 +47,7 @@ def test_an_empty_inbox_is_the_identity() -> None:
 
 
 @examples(0.3)
-@given(st.randoms(use_true_random=False))
+@given(seeds)
 def test_it_is_pure_and_empties_the_inbox(rng: Random) -> None:
     """The plan of any batch, into a state full of other numbers."""
     *_, moment = drive(Schedule(rng), 5)

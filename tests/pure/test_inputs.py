@@ -5,7 +5,6 @@ from random import Random
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
 from purestep.kernels.reference import reference
 from purestep.pure.initial import initial_state
@@ -19,10 +18,8 @@ from purestep.pure.update import update_states
 from tests.laws import assert_pure, equal
 from tests.leaves import EMPTY, absorbed, initial, reflecting
 from tests.profiles import examples
-from tests.schedules import LIMITS, Schedule, drive
+from tests.schedules import LIMITS, Schedule, drive, seeds
 from tests.tiny import Loop, decode, new_request, scheduled, settled, tiny_llama
-
-seeds = st.randoms(use_true_random=False)
 
 
 def prepared(state: StepState) -> StepInputs:

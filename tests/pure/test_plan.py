@@ -26,10 +26,8 @@ from tests.leaves import (
     requests,
 )
 from tests.profiles import examples
-from tests.schedules import LIMITS, Schedule, drive
+from tests.schedules import LIMITS, Schedule, drive, seeds
 from tests.tiny import cached_requests, column, decode, new_request, scheduled, settled
-
-seeds = st.randoms(use_true_random=False)
 
 
 def reached(rng: Random, num_steps: int, max_unsettled: int) -> list[InputBatch]:

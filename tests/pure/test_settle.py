@@ -14,12 +14,10 @@ from purestep.pure.settle import settle
 from purestep.pure.update import update_states
 from tests.laws import assert_pure
 from tests.profiles import examples
-from tests.schedules import Schedule, drive, toy_token
+from tests.schedules import Schedule, drive, seeds, toy_token
 from tests.tiny import column, decode, host_output, new_request, scheduled
 
 LIMITS = BatchLimits(max_num_reqs=2, max_model_len=16, vocab_size=8, block_sizes=(4,), num_blocks=(20,))
-
-seeds = st.randoms(use_true_random=False)
 
 
 @given(seeds, st.integers(0, 3))

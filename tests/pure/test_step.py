@@ -28,13 +28,11 @@ from purestep.pure.step import execute, sample, step, unroll
 from purestep.pure.update import update_states
 from tests.laws import assert_pure, equal
 from tests.profiles import examples
-from tests.schedules import LIMITS, Life, Schedule
+from tests.schedules import LIMITS, Life, Schedule, seeds
 from tests.tiny import GREEDY, Loop, decode, new_request, scheduled, tiny_llama
 
 MODEL, PARAMS = tiny_llama(groups=(0, 1))
 WIDE = BatchLimits(max_num_reqs=3, max_model_len=96, vocab_size=16, block_sizes=(4, 8), num_blocks=(80, 40))
-
-seeds = st.randoms(use_true_random=False)
 
 
 @cache

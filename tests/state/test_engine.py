@@ -1,6 +1,7 @@
 """The engine: results independent of how they were asked for, errors that touch nobody else, memory that comes back."""
 
 import gc
+import itertools
 import weakref
 from typing import Any
 
@@ -70,7 +71,7 @@ def test_a_streamed_answer_ends_as_the_generated_one_and_only_grows() -> None:
         seen = [result.token_ids for result in own.stream(PROMPTS[0], GREEDY)]
 
     assert seen[-1] == tokens(PROMPTS[0])[0]
-    assert all(later[: len(earlier)] == earlier for earlier, later in zip(seen, seen[1:], strict=False))
+    assert all(later[: len(earlier)] == earlier for earlier, later in itertools.pairwise(seen))
 
 
 def test_leaving_a_stream_early_frees_its_blocks() -> None:

@@ -110,7 +110,9 @@ def test_capturing_leaves_no_trace() -> None:
     before = [leaf.clone() for _, leaf in leaves(state)]
     steps = CapturedSteps(MODEL, PARAMS, buffers, donating, FakeGraphs())
 
-    steps.capture([GraphKey(BatchDescriptor(n, n, uniform=True), SamplerShape(random=True)) for n in (4, 2, 1)])
+    steps.capture(
+        [GraphKey(BatchDescriptor(n, n, uniform=True), SamplerShape(random=True)) for n in (4, 2, 1)]
+    )
 
     for (name, leaf), old in zip(leaves(state), before, strict=True):
         if name.startswith("kv"):

@@ -308,7 +308,7 @@ class TestHorizon:
 
         assert num_free(made.queue) == 63 - 1
 
-    @pytest.mark.parametrize("num_before", range(6))
+    @pytest.mark.parametrize("num_before", range(2, 8))
     def test_a_row_that_sits_out_is_given_no_blocks(self, num_before: int) -> None:
         """c's last chunk takes b's part of the budget while a may lack a block; the device knows who is in the step."""
         made = driver(
@@ -316,7 +316,7 @@ class TestHorizon:
         )
         while len(made.queue.running) < 2 or made.queue.running.counts.num_known[0] < 5 + num_before:
             made.step()
-        made.add(request("c", [1] * 9, max_tokens=2, priority=-1))
+        made.add(request("c", [6] * 9, max_tokens=2, priority=-1))
 
         assert [counts(made.step()) for _ in range(4)][-1] == {"c": 2, "a": 1}
         made.drain()

@@ -7,15 +7,21 @@ by this module alone and is no dependency of purestep: `pip install hypothesis`.
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
+from purestep.pure.arrays import frozen
 from purestep.pure.record import record, replace
-from purestep.pure.records.batch import BatchLimits
+from purestep.pure.records.batch import BatchLimits, InputBatch
 from purestep.pure.records.outputs import StepOutput
-from purestep.pure.records.queue import Request
+from purestep.pure.records.queue import Request, SchedulerConfig, StepInFlight
 from purestep.pure.records.sampling_params import LOGPROBS_MODES, MAX_BIAS, SamplingParams
-from purestep.pure.records.scheduler_output import SchedulerOutput
+from purestep.pure.records.scheduler_output import NOTHING, SchedulerOutput
 from purestep.pure.scheduler import abort, add, make_queue, schedule, update
+from purestep.pure.settle import settle
+from purestep.pure.update import update_states
 
 REQ_IDS = ("a", "b", "c", "d", "e", "f")
 MAX_NUM_STEPS = 12
@@ -56,10 +62,10 @@ def sampling_params(vocab_size: int, *, max_model_len: int) -> st.SearchStrategy
     few = st.lists(token, max_size=3, unique=True).map(tuple)
 
     def build(fields: dict[str, Any]) -> SamplingParams:
-        fields["min_tokens"] = min(fields["min_tokens"], fields["max_tokens"] or max_model_len)
+        fits = {"min_tokens": min(fields["min_tokens"], fields["max_tokens"] or max_model_len)}
         if fields["allowed_token_ids"] is not None:  # nothing may forbid all that is allowed
-            fields |= {"bad_words_token_ids": (), "stop_token_ids": ()}
-        return SamplingParams(**fields)
+            fits |= {"bad_words_token_ids": (), "stop_token_ids": ()}
+        return SamplingParams(**(fields | fits))
 
     return st.fixed_dictionaries(
         {
@@ -79,22 +85,27 @@ def sampling_params(vocab_size: int, *, max_model_len: int) -> st.SearchStrategy
             "logprobs_mode": st.sampled_from(LOGPROBS_MODES),
             "logit_bias": st.just({}) | st.dictionaries(token, floats(-MAX_BIAS, MAX_BIAS), max_size=3),
             "allowed_token_ids": st.none() | st.lists(token, min_size=1, max_size=5, unique=True),
-            "bad_words_token_ids": st.just(()) | st.lists(st.lists(token, min_size=1, max_size=3), max_size=2),
+            "bad_words_token_ids": st.just(())
+            | st.lists(st.lists(token, min_size=1, max_size=3), max_size=2),
         }
     ).map(build)
 
 
 def requests(
-    limits: BatchLimits, *, req_ids: Sequence[str] = REQ_IDS, params: st.SearchStrategy[SamplingParams] | None = None
+    limits: BatchLimits,
+    *,
+    req_ids: Sequence[str] = REQ_IDS,
+    params: st.SearchStrategy[SamplingParams] | None = None,
 ) -> st.SearchStrategy[Request]:
     """Requests that fit the limits; `params` says how they are sampled, by default in any way."""
+    every = sampling_params(limits.vocab_size, max_model_len=limits.max_model_len)
     token = st.integers(0, limits.vocab_size - 1)
     longest = max(1, min(limits.max_model_len - 1, 12))
     return st.builds(
         Request,
         req_id=st.sampled_from(req_ids),
         prompt_token_ids=st.lists(token, min_size=1, max_size=longest).map(tuple),
-        sampling_params=params or sampling_params(limits.vocab_size, max_model_len=limits.max_model_len),
+        sampling_params=every if params is None else params,
         priority=st.sampled_from([0, 0, 1]),
         stream=st.integers(0, 3),
         eos_token_ids=st.just(limits.eos_token_ids),

@@ -43,7 +43,6 @@ class CudaGraphs:
         self._num_warmups = num_warmups
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._before = torch.cuda.memory_allocated(device)
 
     def capture(self, function: Callable[[], Any]) -> CudaGraph:
         """Run the function a few times, so that kernels are compiled and handles made, then capture it once."""
@@ -58,5 +57,5 @@ class CudaGraphs:
         return CudaGraph(graph, result)
 
     def num_bytes(self) -> int:
-        """Device memory taken since this was made, as the allocator counts it."""
-        return torch.cuda.memory_allocated(self._device) - self._before
+        """Device memory that torch holds, the pools of graphs included."""
+        return torch.cuda.memory_reserved(self._device)

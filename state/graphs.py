@@ -84,13 +84,14 @@ class CapturedSteps:
         Raises:
             CaptureError: a step that returns a leaf of the state in fresh storage.
         """
-        begun = time.monotonic()
+        begun, num_bytes = time.monotonic(), self._api.num_bytes()
         with _frozen_gc(), self._buffers.put_back():
             for key in watch(keys):
                 if key not in self._graphs:
                     self._graphs[key] = self._api.capture(self._recorded(key))
                     self._shapes = sorted({*self._shapes, key.sampler}, key=_cost)
-        return CaptureReport(len(self._graphs), time.monotonic() - begun, self._api.num_bytes())
+        seconds = time.monotonic() - begun
+        return CaptureReport(len(self._graphs), seconds, self._api.num_bytes() - num_bytes)
 
     def covering(self, descriptor: BatchDescriptor, sampler: SamplerShape) -> GraphKey | None:
         """The key of a captured step that runs this batch exactly, the least that does; None: run it eagerly.

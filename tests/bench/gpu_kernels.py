@@ -49,7 +49,7 @@ class Bench:
 
 def rotating(name: str, make: Callable[[int], Call], *, num_bytes: float = 0.0, flops: float = 0.0) -> Bench:
     """A row whose inputs are made anew for each set; sets that fit into the L2 together are rotated, up to 8."""
-    count = int(min(8, max(1, L2_BYTES // max(num_bytes, 1))))
+    count = 1 if flops else int(min(8, max(1, L2_BYTES // num_bytes)))
     return Bench(name, [make(i) for i in range(count)], num_bytes, flops)
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import find, given, settings
 from hypothesis import strategies as st
@@ -12,12 +13,23 @@ from purestep.pure.records.batch import BatchLimits, InputBatch
 from purestep.pure.records.outputs import StepOutput
 from purestep.pure.records.sampling_params import validate
 from purestep.pure.settle import settle
-from purestep.pure.strategies import ScheduledStep, batch_limits, batches, logits, requests, sampling_params, schedules
+from purestep.pure.strategies import (
+    ScheduledStep,
+    batch_limits,
+    batches,
+    logits,
+    requests,
+    sampling_params,
+    schedules,
+)
 from purestep.pure.update import update_states
 from tests import laws
 from tests.profiles import examples
 from tests.tiny import Loop
 from tests.toy_model import VOCAB, toy_model
+
+# The checker looks at random items of containers, which hypothesis does not allow while it draws.
+pytestmark = pytest.mark.usefixtures("unchecked_records")
 
 LIMITS = BatchLimits(3, 16, VOCAB, (2, 4), (14, 9), (0,))
 
@@ -49,9 +61,7 @@ def test_schedules_are_taken_in_by_every_batch_on_the_way(data: st.DataObject) -
 
 @examples(0.2)
 @given(schedules(LIMITS))
-def test_schedules_run_on_a_device_whose_tokens_are_its_own(
-    unchecked_records: None, schedule: tuple[ScheduledStep, ...]
-) -> None:
+def test_schedules_run_on_a_device_whose_tokens_are_its_own(schedule: tuple[ScheduledStep, ...]) -> None:
     loop = Loop(*toy_model((0, 1)), LIMITS, kernels=reference)
     for step in schedule:
         if not step.output.req_ids:

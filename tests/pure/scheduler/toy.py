@@ -288,3 +288,16 @@ class Driver:
                 assert pool.num_available or len(blocks) <= -(-int(counts.num_tokens[row]) // size), (
                     "preempted while blocks were held ahead"
                 )
+
+
+def counts(output: SchedulerOutput) -> dict[str, int]:
+    """Tokens of each request in a step."""
+    return output.num_scheduled_tokens_by_id
+
+
+def driver(*prompts: tuple[str, int], max_tokens: int = 8, **changes: object) -> Driver:
+    """Requests with prompts of so many tokens, all different."""
+    made = Driver(config(**changes))
+    for i, (req_id, num_tokens) in enumerate(prompts):
+        made.add(request(req_id, [i % 7] * num_tokens, max_tokens=max_tokens, arrival=i))
+    return made

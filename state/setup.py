@@ -7,7 +7,6 @@ import attrs
 import torch
 
 from purestep.kernels.donating import donating
-from purestep.kernels.triton import cuda_donating
 from purestep.kernels.types import Kernels
 from purestep.pure.dispatch import capture_descriptors, dispatch_keys
 from purestep.pure.errors import InvalidParameterError
@@ -155,8 +154,15 @@ def bind(
 ) -> BoundStep:
     """The step on buffers of its own, with the kernels of its device unless others are given."""
     if kernels is None:
-        kernels = cuda_donating() if device.type == "cuda" else donating
+        kernels = cuda_kernels() if device.type == "cuda" else donating
     buffers = PersistentBuffers(loaded.model, limits, dtype=dtype, device=device)
     return BoundStep(
         buffers=buffers, model=loaded.model, params=loaded.params, kernels=kernels, graph_api=graph_api
     )
+
+
+def cuda_kernels() -> Kernels:
+    """The kernels of a GPU. Triton is imported here, when they are wanted."""
+    from purestep.kernels.triton import cuda_donating
+
+    return cuda_donating()

@@ -212,9 +212,9 @@ class Schedule:
         if life.is_over or life.known >= life.limit or self.rng.random() < 0.08:
             self._give_up(life)
             return False
-        if not life.num_unsettled and self.rng.random() < 0.1:
+        if self.rng.random() < 0.1:  # what is in flight is forgotten
             life.tokens = life.tokens[: self.rng.randint(len(life.prompt), len(life.tokens))]
-            life.admit(self.rng.randint(0, min(life.computed, len(life.tokens) - 1)))
+            life.admit(self.rng.randint(0, min(life.settled, len(life.tokens) - 1)))
         return True
 
     def _bring_back(self) -> tuple[list[Life], list[Life]]:

@@ -175,15 +175,20 @@ def test_a_request_without_room_is_not_active() -> None:
 
 def test_block_copies_and_zeroings_are_the_steps_own() -> None:
     """They go out with the batch that they came with, and not with the next one."""
-    known = settled(steady(0)[0])
+    base = steady()[-1]
+    known = settled(base)
     output = scheduled(cached=cached_requests(known, "a", "b"), counts={"a": 1, "b": 1})
-    own = {"block_copies": (((1, 30), (2, 31)), ()), "new_block_ids_to_zero": ((), (50,))}
-    first = update_states(known, replace(output, **own))
-    shape = plan_step(first, known).inbox.shape
-    assert (shape.copies, shape.zeros) == ((2, 0), (0, 1))
-    plan = plan_step(decode(settled(first), "a", "b"), first)
-    assert plan.inbox.is_empty
-    assert plan.base is first
+    copies, zeros = (((1, 30), (2, 31)), ()), ((), (50,))
+    for own, sizes in (
+        ({"block_copies": copies}, ((2, 0), ())),
+        ({"new_block_ids_to_zero": zeros}, ((), (0, 1))),
+    ):
+        batch = update_states(known, replace(output, **own))
+        shape = plan_step(batch, base).inbox.shape
+        assert (shape.copies, shape.zeros) == sizes
+        plan = plan_step(decode(settled(batch), "a", "b"), batch)
+        assert plan.inbox.is_empty
+        assert plan.base is batch
 
 
 def test_sampling_rows_are_sent_only_when_they_change() -> None:

@@ -114,6 +114,19 @@ def test_who_was_admitted_anew_meanwhile_does_not() -> None:
     assert tokens(settle(known, now, host_output([7], [2]))) == {"a": [4, 4, 7]}
 
 
+def test_who_was_rolled_back_meanwhile_does_not() -> None:
+    """The scheduler takes a back while its step is in flight: it computes anew, and that step's token is dropped."""
+    begun = two()
+    first = settle(begun, begun, host_output([5, 6], [3, 3]))
+    ahead = decode(first, "a", "b")
+    back = CachedRequestData(("a", "b"), column(1, 4), column(1, 2), new_block_ids={"b": ((5,),)})
+    now = update_states(ahead, scheduled(cached=back, counts={"a": 3, "b": 1}))
+    assert now.row_of == begun.row_of
+    known = settle(now, ahead, host_output([7, 0], [4, 4]))
+    assert tokens(known) == {"a": [1, 2, 3, 5], "b": [1, 2, 3, 6, 0]}
+    assert known.columns.num_computed_tokens_settled.tolist() == [1, 4]
+
+
 def test_a_row_is_free_once_the_steps_that_name_it_are_settled() -> None:
     """Two rows, both given up while their step is in flight: nobody else gets in before it is known."""
     begun = two()

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import find, given, settings
+from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
 from purestep.kernels.reference import reference
@@ -95,7 +95,7 @@ def test_schedules_reach_chunks_preemption_resumption_and_aborts() -> None:
     def finishes(schedule: Any) -> bool:
         return any(step.output.finished_req_ids for step in schedule)
 
-    once = settings(max_examples=2_000, database=None)
+    once = settings(max_examples=2_000, database=None, phases=[Phase.generate])
     tight = replace(LIMITS, num_blocks=(9, 5))
     for reached in (has_chunk, resumes, finishes):
         find(schedules(tight), reached, settings=once)

@@ -107,6 +107,11 @@ class Engine:
         """
         params = self.default_params() if sampling_params is None else sampling_params
         validate(params, self.limits.vocab_size, self.limits.max_model_len)
+        if params.prompt_logprobs is not None:
+            raise InvalidParameterError(
+                f"prompt_logprobs={params.prompt_logprobs}: the engine gives log-probabilities of sampled tokens only; "
+                "for those of a prompt, call execute and compute_logits on all of its tokens"
+            )
         if req_id in self._submissions:
             raise DuplicateRequestError(
                 f"request id {req_id!r} is in use: wait for it, abort it, or use another id"

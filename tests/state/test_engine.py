@@ -160,6 +160,7 @@ BAD = {
     "no whole number": ((1, 2.5), GREEDY, InvalidRequestError),
     "NaN temperature": ((1,), SamplingParams(temperature=float("nan")), InvalidParameterError),
     "negative top_p": ((1,), SamplingParams(top_p=-0.1), InvalidParameterError),
+    "log-probabilities of the prompt": ((1,), SamplingParams(prompt_logprobs=1), InvalidParameterError),
     "unknown id in bias": ((1,), SamplingParams(logit_bias={64: 1.0}), InvalidParameterError),
     "unknown id in allowed set": ((1,), SamplingParams(allowed_token_ids=[99]), InvalidParameterError),
 }

@@ -33,12 +33,12 @@ from tests.bugs import test_kv_cache, test_prefill, test_sampling, tiny_engine
 from tests.state import test_engine
 
 # A package may hold a function of a module's name, so modules are fetched by their full names.
-plan, step, engine, setup, admission, updating = map(
+plan, step, turns, setup, admission, updating = map(
     importlib.import_module,
     (
         "purestep.pure.plan",
         "purestep.pure.step",
-        "purestep.state.engine",
+        "purestep.state.turns",
         "purestep.state.setup",
         "purestep.pure.scheduler.admission",
         "purestep.pure.scheduler.update",
@@ -269,7 +269,7 @@ MUTANTS = [
         "H37",
         "old keys and values are kept",
         test_kv_cache.test_new_weights_never_meet_keys_and_values_of_old_ones,
-        engine,
+        turns,
         {"set_version": keeps_kv},
     ),
     Mutant(

@@ -116,7 +116,7 @@ def whole(case: Case) -> list[Fields]:
 
 
 def comparable(case: Case) -> Tensor:
-    """Requests whose report can be compared: upstream's sampler was given cuts for greedy ones, as no request has them."""
+    """Requests whose report can be compared: upstream's sampler got cuts for greedy ones, as no request has them."""
     greedy = torch.tensor(case["temperature"]) < 1e-5
     is_cut = torch.zeros_like(greedy)
     for name, off in (("top_k", case["V"]), ("top_p", 1.0)):

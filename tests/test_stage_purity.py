@@ -21,14 +21,31 @@ import purestep.pure
 from purestep.kernels.reference import reference
 from purestep.pure.absorb import absorb
 from purestep.pure.advance import advance
+from purestep.pure.dispatch import dispatch_keys, is_uniform_decode, lora_cases, pad_table
 from purestep.pure.forward import compute_logits, model_forward, preprocess
+from purestep.pure.graph_modes import has_pieces
 from purestep.pure.initial import initial_state
 from purestep.pure.inputs import build_attention_metadata, prepare_inputs
-from purestep.pure.padding import pad_batch
+from purestep.pure.interop import sampling_params_from_vllm, stream_of
+from purestep.pure.kernel_blocks import expand_block_ids
+from purestep.pure.kv_config import (
+    check_kv_cache_config,
+    group_by_window,
+    kernel_block_ids,
+    kernel_block_size,
+    kv_cache_config,
+    kv_cache_groups,
+    kv_cache_shape,
+    kv_cache_strides,
+    num_blocks_for,
+)
+from purestep.pure.padding import dummy_query_lens, pad_batch
 from purestep.pure.plan import plan_step
 from purestep.pure.record import replace
 from purestep.pure.records.batch import BatchLimits, InputBatch
+from purestep.pure.records.dispatch import CUDAGraphMode, DispatchConfig, LoRACapture
 from purestep.pure.records.inputs import BatchDescriptor
+from purestep.pure.records.kv_config import MultipleOf
 from purestep.pure.records.outputs import StepOutput
 from purestep.pure.records.queue import Queue, Request, SchedulerConfig
 from purestep.pure.records.sampling_params import SamplingParams
@@ -48,7 +65,8 @@ from purestep.pure.scheduler import (
     set_version,
     update,
 )
-from purestep.pure.settle import settle
+from purestep.pure.settle import give_up, settle
+from purestep.pure.split import split_decodes_and_prefills
 from purestep.pure.step import execute, sample, step, unroll
 from purestep.pure.update import update_states
 from tests.laws import assert_pure
@@ -124,7 +142,7 @@ def turns(num_turns: int) -> Iterator[Moment]:
 @cache
 def moments() -> tuple[Moment, ...]:
     """Turns of different kinds, and few of them: the first, and those in which something happens."""
-    found = tuple(turns(24))
+    found = tuple(moment for moment in turns(24) if moment.output.req_ids)
     happens = [
         m.output.scheduled_cached_reqs.resumed_req_ids or m.output.preempted_req_ids or m.output.block_copies
         for m in found
@@ -169,7 +187,8 @@ def inputs_of(moment: Moment) -> Any:
 
 
 def first_of(moment: Moment) -> str:
-    return moment.queue.running.req_ids[0] if len(moment.queue.running) else request(0).req_id
+    """A request that runs or waits."""
+    return min(req_id for req_id, _ in moment.queue.live.items())
 
 
 def host(result: StepOutput) -> StepOutput:
@@ -199,6 +218,7 @@ CALLS: dict[str, Callable[[Moment], object]] = {
     "update_states": lambda m: assert_pure(update_states, m.before, m.output),
     "plan_step": lambda m: assert_pure(plan_step, m.batch, m.before),
     "settle": lambda m: assert_pure(settle, m.batch, m.batch, host(m.result)),
+    "give_up": lambda m: assert_pure(give_up, m.batch),
     "pad_batch": lambda m: assert_pure(pad_batch, m.batch, BatchDescriptor(num_tokens=16, num_reqs=4)),
     # the scheduler
     "make_queue": lambda m: assert_pure(make_queue, CONFIG),
@@ -212,6 +232,35 @@ CALLS: dict[str, Callable[[Moment], object]] = {
     "schedule": lambda m: assert_pure(schedule, m.queue),
     "update": lambda m: assert_pure(update, m.scheduled, m.output.req_ids, host(m.result)),
     "find_stop": lambda m: assert_pure(find_stop, "one two three", ("two", "o t")),
+}
+
+
+KV_CONFIG = kv_cache_config(MODEL.kv_layers, num_bytes=1 << 14, block_sizes=(4, 2), dtype=torch.float32)
+
+# What is worked out once, from plain values.
+PLAIN: dict[FunctionType, tuple[Any, ...]] = {
+    check_kv_cache_config: (KV_CONFIG,),
+    dispatch_keys: (DispatchConfig((1, 2, 4), 4), CUDAGraphMode.FULL_AND_PIECEWISE),
+    dummy_query_lens: (10, 4),
+    expand_block_ids: (np.arange(3, dtype=np.int32),),
+    group_by_window: ([None, 4, None, 8],),
+    has_pieces: (MODEL,),
+    is_uniform_decode: (4, 2),
+    kernel_block_ids: (np.arange(3, dtype=np.int32), 2),
+    kernel_block_size: (16, [(8, 16), (MultipleOf(4),)]),
+    kv_cache_groups: (MODEL.kv_layers, [4, 2]),
+    kv_cache_shape: (KV_CONFIG, 1),
+    kv_cache_strides: ([4, 2, 8, 1, 4], [0, 2, 1, 3, 4]),
+    lora_cases: (LoRACapture(4, specialize_active_lora=True),),
+    num_blocks_for: (1 << 12, 128),
+    pad_table: ((1, 2, 4, 8), 8),
+    sampling_params_from_vllm: ({"temperature": 0.5, "logit_bias": {3: 1.0}, "stop_token_ids": [4]},),
+    split_decodes_and_prefills: (np.array([0, 1, 2, 7, 9], np.int32),),
+    stream_of: ("a request",),
+}
+KEYWORDS: dict[FunctionType, dict[str, Any]] = {
+    expand_block_ids: {"block_size": 8, "kernel_block_size": 4},
+    is_uniform_decode: {"max_query_len": 2, "uniform_query_len": 2},
 }
 
 
@@ -243,8 +292,9 @@ def handed_to_assert_pure() -> set[str]:
 
 
 def test_the_purity_of_every_stage_is_tested() -> None:
-    assert stages() - handed_to_assert_pure() - CALLS.keys() == set()
-    assert CALLS.keys() - stages() == set(), "these are stages no more"
+    called = CALLS.keys() | {function.__name__ for function in PLAIN}
+    assert sorted(stages() - handed_to_assert_pure() - called) == []
+    assert sorted(called - stages()) == [], "these are stages no more"
 
 
 def test_the_turns_are_those_of_a_busy_engine() -> None:
@@ -262,6 +312,9 @@ def test_the_turns_are_those_of_a_busy_engine() -> None:
 @pytest.mark.parametrize("name", CALLS)
 def test_a_stage_is_pure(name: str, unchecked_records: None) -> None:
     for moment in moments():
-        if name in ("finish",) and not len(moment.queue.running):
-            continue
         CALLS[name](moment)
+
+
+@pytest.mark.parametrize("function", PLAIN, ids=lambda function: function.__name__)
+def test_what_is_worked_out_once_is_pure(function: FunctionType) -> None:
+    assert_pure(function, *PLAIN[function], **KEYWORDS.get(function, {}))

@@ -4,9 +4,11 @@ Two machines do the same. One runs a toy model whose tokens are foretold in plai
 can go wrong; the other runs a small Llama in float64 and compares each request with its run alone.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, ClassVar
 
+import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -17,11 +19,13 @@ from hypothesis.stateful import (
 )
 
 from purestep.pure.models.model import Model
+from purestep.pure.record import replace
 from purestep.pure.records.batch import BatchLimits
 from purestep.pure.records.params import Params
 from purestep.pure.records.queue import Request, SchedulerConfig
 from purestep.pure.records.sampling_params import SamplingParams
 from purestep.pure.records.sampling_rows import stop_ids_of
+from purestep.pure.records.scheduler_output import SchedulerOutput
 from purestep.pure.scheduler.rows import length_limit
 from tests import toy_model
 from tests.profiles import examples
@@ -88,6 +92,24 @@ def configs(draw: Any, num_groups: int) -> SchedulerConfig:
 def longest(config: SchedulerConfig) -> int:
     """Tokens that a request may grow to."""
     return min(config.max_model_len, config.capacity + 1)
+
+
+def names_a_stranger(output: SchedulerOutput) -> SchedulerOutput:
+    return replace(output, req_ids=("stranger", *output.req_ids[1:]))
+
+
+def runs_past_the_end(output: SchedulerOutput) -> SchedulerOutput:
+    first = np.arange(len(output.req_ids)) == 0
+    return replace(
+        output, num_scheduled_tokens=output.num_scheduled_tokens + (LONGEST * first).astype(np.int32)
+    )
+
+
+def goes_back_too_far(output: SchedulerOutput) -> SchedulerOutput:
+    cached = output.scheduled_cached_reqs
+    before = replace(cached, num_computed_tokens=cached.num_computed_tokens - LONGEST)
+    new = tuple(replace(r, num_computed_tokens=-1) for r in output.scheduled_new_reqs)
+    return replace(output, scheduled_cached_reqs=before, scheduled_new_reqs=new)
 
 
 class Machine(RuleBasedStateMachine):
@@ -157,6 +179,26 @@ class Machine(RuleBasedStateMachine):
                 self.worlds.settle()
             self.worlds.begin(more_tokens, more_reqs)
 
+    @precondition(lambda self: self.worlds.requests)
+    @rule(kind=st.sampled_from(["empty", "too long", "unknown token", "in use"]))
+    def is_refused(self, kind: str) -> None:
+        """A request that can not be served comes in between."""
+        used = min(self.worlds.requests)
+        prompts: dict[str, tuple[int, ...]] = {
+            "empty": (),
+            "too long": (1,) * longest(self.worlds.config),
+            "unknown token": (1, self.model.vocab_size),
+            "in use": (1,),
+        }
+        req_id = used if kind == "in use" else "refused"
+        self.worlds.refuse(Request(req_id, prompts[kind], GREEDY[0]))
+
+    @precondition(lambda self: self.worlds.requests)
+    @rule(wrong=st.sampled_from([names_a_stranger, runs_past_the_end, goes_back_too_far]))
+    def contradicts(self, wrong: Callable[[SchedulerOutput], SchedulerOutput]) -> None:
+        """The scheduler says what can not be, and is refused."""
+        self.worlds.contradict(wrong)
+
     @precondition(lambda self: self.worlds.begun)
     @rule()
     def learns(self) -> None:
@@ -169,7 +211,7 @@ class Machine(RuleBasedStateMachine):
         req_id = data.draw(st.sampled_from(sorted(self.worlds.requests)))
         (self.worlds.finish if is_stopped else self.worlds.abort)(req_id)
 
-    @precondition(lambda self: len(self.worlds.requests) > 2 and not self.worlds.begun)
+    @precondition(lambda self: len(self.worlds.requests) > 2)
     @rule(die=st.integers(1, 6))
     def may_fail(self, die: int) -> None:
         """A step fails half-way, now and then."""
@@ -221,7 +263,7 @@ def alone(prompt: tuple[int, ...], params: SamplingParams, stream: int) -> tuple
 
 
 def test_foretold_tokens_come_in_both_worlds_whatever_happens(unchecked_records: None) -> None:
-    run_state_machine_as_test(ToyMachine, settings=examples(1, stateful_step_count=20))
+    run_state_machine_as_test(ToyMachine, settings=examples(1, stateful_step_count=25))
 
 
 def test_every_request_gets_in_both_worlds_what_it_gets_alone(unchecked_records: None) -> None:

@@ -8,10 +8,12 @@ from collections.abc import Callable
 
 import attrs
 import numpy as np
+import pytest
 import torch
 
 from purestep.kernels.donating import donating
 from purestep.kernels.reference import reference
+from purestep.pure.errors import InvalidRequestError, SchedulerOutputError
 from purestep.pure.initial import initial_state
 from purestep.pure.models.model import Model
 from purestep.pure.padding import pad_batch
@@ -33,7 +35,7 @@ from purestep.pure.scheduler import (
     schedule,
     update,
 )
-from purestep.pure.settle import settle
+from purestep.pure.settle import give_up, settle
 from purestep.pure.step import execute, sample
 from purestep.pure.update import update_states
 from purestep.state.buffers import PersistentBuffers
@@ -71,8 +73,7 @@ class Worlds:
         self.config, self.model, self.params, self.expected = config, model, params, expected
         self.canary, self.max_begun = canary, max_begun
         self.limits = BatchLimits(
-            max_num_reqs=config.max_num_reqs
-            * (1 + max_begun),  # rows that were given up wait for steps on their way
+            max_num_reqs=config.max_num_reqs,
             max_model_len=config.max_model_len,
             vocab_size=model.vocab_size,
             block_sizes=config.block_sizes,
@@ -90,8 +91,8 @@ class Worlds:
 
     def lose_kv(self) -> None:
         """Both devices are emptied, as after a step that failed: all requests are computed again."""
-        assert not self.begun
-        self.queue = preempt_all(self.queue)
+        self.begun.clear()
+        self.queue, self.batch = preempt_all(self.queue), give_up(self.batch)
         self.absorbed = InputBatch.make_empty(self.limits)
         empty = initial_state(self.model, self.limits, dtype=torch.float64)
         self.state = laws.with_canary(empty, self.canary)
@@ -102,6 +103,22 @@ class Worlds:
     def add(self, request: Request) -> None:
         self.queue = add(self.queue, request, vocab_size=self.limits.vocab_size)
         self.requests[request.req_id] = request
+
+    def refuse(self, request: Request) -> None:
+        """A request that can not be served is refused by name, and nothing has changed."""
+        before = laws.digest(self.queue)
+        with pytest.raises(InvalidRequestError, match=repr(request.req_id)):
+            add(self.queue, request, vocab_size=self.limits.vocab_size)
+        assert laws.digest(self.queue) == before
+
+    def contradict(self, wrong: Callable[[SchedulerOutput], SchedulerOutput]) -> None:
+        """The coming step, made wrong, is refused, and nothing has changed."""
+        _, output = schedule(self.queue)
+        if output.req_ids:
+            before = laws.digest(self.batch)
+            with pytest.raises(SchedulerOutputError, match=f"{output.req_ids[0]!r}|exactly once"):
+                update_states(self.batch, wrong(output))
+            assert laws.digest(self.batch) == before
 
     def abort(self, req_id: str) -> None:
         self.queue = abort(self.queue, [req_id, "unknown"])

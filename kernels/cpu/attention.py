@@ -77,6 +77,8 @@ def _alike(rows: list[int], lens: list[int], kv: Tensor) -> list[list[int]]:
 
     Each is computed as if it were as long as the longest of its group.
     """
+    if len(rows) < 2:
+        return [rows] if rows else []
     by_size: dict[int, list[int]] = {}
     for r in rows:
         size = ((lens[r] - 1) // SHORT).bit_length()

@@ -21,10 +21,10 @@ def zero_blocks(kv: Tensor, blocks: Tensor) -> Tensor:
 
 def write_kv(kv: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> Tensor:
     """`kv` after k and v [tokens, kv_heads, dim] were put at their slots, slot_mapping int64 [tokens] >= 0."""
-    num_blocks, _, block_size, num_kv_heads, dim = kv.shape
-    rows = kv.view(num_blocks * 2 * block_size, num_kv_heads * dim)
+    block_size = kv.shape[2]
+    rows = kv.view(-1, *kv.shape[3:])
     # A block's keys come before its values: a slot's key lies one plane further on for each block before it.
     key = torch.add(slot_mapping, slot_mapping.div(block_size, rounding_mode="floor"), alpha=block_size)
     for plane, x in ((rows, k), (rows[block_size:], v)):
-        plane.index_copy_(0, key, x.flatten(1).to(kv.dtype))
+        plane.index_copy_(0, key, x if x.dtype == kv.dtype else x.to(kv.dtype))
     return kv

@@ -59,7 +59,8 @@ def admit(queue: Queue, budget: int) -> tuple[Queue, tuple[Admitted, ...]]:
     """
     queue = _release_forks(queue)
     admitted: list[Admitted] = []
-    while budget > 0 and len(queue.running) + len(admitted) < queue.config.max_num_reqs:
+    num_rows = queue.config.max_num_reqs - _num_held_rows(queue)
+    while budget > 0 and len(queue.running) + len(admitted) < num_rows:
         queue, state = _first_in_line(queue)
         if state is None or state.num_in_flight or queue.waiting.blocked == (state.ticket, queue.pools):
             break
@@ -79,6 +80,14 @@ def copies_of(admitted: Sequence[Admitted], num_groups: int) -> BlockCopies:
         for group in range(num_groups)
     )
     return groups if any(groups) else ()
+
+
+def _num_held_rows(queue: Queue) -> int:
+    """Rows of the device that steps on their way may still write, though their requests have left."""
+    if not queue.in_flight:
+        return 0
+    ran = np.unique(np.concatenate([step.ticket for step in queue.in_flight]))
+    return int(np.count_nonzero(~np.isin(ran, queue.running.facts.ticket)))
 
 
 def _release_forks(queue: Queue) -> Queue:

@@ -262,6 +262,20 @@ class TestAsynchronousScheduling:
 
         assert set(made.finished) == set("abcd")
 
+    def test_a_row_that_steps_on_their_way_may_write_is_given_to_nobody(self) -> None:
+        """The only row's request is aborted while two steps run it: the next one waits until both are known."""
+        made = driver(("a", 3), max_num_reqs=1, async_scheduling=True)
+        made.schedule()
+        made.schedule()
+        made.abort("a")
+        made.add(request("b"))
+
+        assert made.schedule().req_ids == ()
+        made.settle()
+        assert made.schedule().req_ids == ()
+        made.settle()
+        assert made.schedule().req_ids == ("b",)
+
 
 def output_of(queue: Queue, token: int = 1) -> StepOutput:
     """What a device would say of the oldest step in flight."""

@@ -15,6 +15,7 @@ import torch
 from purestep.kernels.types import Kernels
 from purestep.pure.errors import (
     DuplicateRequestError,
+    InvalidParameterError,
     InvalidRequestError,
 )
 from purestep.pure.records.params import Params

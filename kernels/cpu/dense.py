@@ -1,7 +1,8 @@
-"""The dense parts of a decoder layer, with weights in the blocked order that oneDNN reads fastest.
+"""The dense parts of a decoder layer, with copies of the weights in the order in which they are read fastest.
 
-A product with few rows is bound by reading the weight. In blocked order that runs at the speed of memory (1.9 to 2.5
-times `functional.linear` at 1 and 8 rows on two cores); in row order every call would bring the weight into that order.
+A product with few rows is bound by reading the weight. oneDNN's blocked order runs near the speed of memory (1.9 to
+2.5 times `functional.linear` at 1 and 8 rows on two cores), where row order would be brought into it by every call. For
+one row and a small weight even that is outdone by MKL, given the transpose in one part for each thread.
 """
 
 import torch
@@ -14,35 +15,50 @@ from purestep.kernels.reference import reference
 ROWS_PACKED_FOR = (
     512  # oneDNN's order for many rows is as fast for one row; its order for one row is slow for many
 )
+FEW_THREADS = 4  # up to which a row is multiplied in parts
+SMALL_BYTES = 8 * 2**20  # weights up to which it is: larger ones are bound by memory in either way
 
 
 @record
 class PackedWeight:
-    """A weight [out, in] in row order, and a copy of it in oneDNN's blocked order."""
+    """A weight [out, in], and copies of it that are read faster."""
 
     dense: Tensor
-    packed: Tensor
+    packed: Tensor  # in oneDNN's blocked order
+    parts: Tensor | None  # the transpose by rows, [parts, in / parts, out]
 
 
 def prepare(weight: Tensor) -> Tensor | PackedWeight:
-    """What `linear` and `embed` take in the place of `weight` [out, in]: with a packed copy where oneDNN has one.
+    """What `linear` and `embed` take in the place of `weight` [out, in]: with packed copies where they are faster.
 
-    The copy takes as much memory again, and does not follow later changes of the weight. Weights of other types than
-    float32 and (if the CPU has it) bfloat16, and all weights where torch has no oneDNN, stay as they are.
+    Copies take as much memory again, small weights twice as much, and do not follow later changes of the weight.
+    Weights of other types than float32 and (if the CPU has it) bfloat16, and all weights where torch has no oneDNN,
+    stay as they are.
     """
     if not _is_packable(weight):
         return weight
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS_PACKED_FOR)
-    return PackedWeight(dense=weight, packed=packed)
+    return PackedWeight(dense=weight, packed=packed, parts=_parts(weight.detach()))
 
 
 def _is_packable(weight: Tensor) -> bool:
     has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    if weight.ndim != 2 or weight.numel() == 0 or not has_onednn:
+    if weight.ndim != 2 or weight.numel() == 0 or weight.device.type != "cpu" or not has_onednn:
         return False
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return weight.dtype == torch.float32
+
+
+def _parts(weight: Tensor) -> Tensor | None:
+    """The transpose with a part for each thread, where it is faster: for small float32 weights that are not wide."""
+    num_out, num_in = weight.shape
+    num_parts = torch.get_num_threads()
+    is_faster = weight.nbytes <= SMALL_BYTES and num_out >= num_in and num_parts <= FEW_THREADS
+    has_mkl = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
+    if not (is_faster and has_mkl and weight.dtype == torch.float32 and num_in % num_parts == 0):
+        return None
+    return weight.T.contiguous().view(num_parts, num_in // num_parts, num_out)
 
 
 def embed(weight: Tensor | PackedWeight, ids: Tensor) -> Tensor:
@@ -52,10 +68,14 @@ def embed(weight: Tensor | PackedWeight, ids: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
     """x [n, in] times the transpose of weight [out, in], plus bias [out]: [n, out]."""
-    if isinstance(weight, PackedWeight):
-        y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight.packed, bias, "none", [], "")
-        return y
-    return functional.linear(x, weight, bias)
+    if not isinstance(weight, PackedWeight):
+        return functional.linear(x, weight, bias)
+    parts = weight.parts
+    if parts is not None and len(x) == 1 and x.ndim == 2:
+        y = torch.bmm(x.reshape(len(parts), 1, -1), parts).sum(0)
+        return y if bias is None else y.add_(bias)
+    packed: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight.packed, bias, "none", [], "")
+    return packed
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -26,6 +26,7 @@ def prepared(state: StepState) -> StepInputs:
     return prepare_inputs(state, kernels=reference)
 
 
+@examples(0.4)
 @given(seeds)
 def test_inputs_are_what_plain_lists_say(rng: Random) -> None:
     """Ids, positions, slots, lengths, logits indices and discards, request by request; slots never collide."""
@@ -53,8 +54,8 @@ def test_inputs_are_what_plain_lists_say(rng: Random) -> None:
             assert len(set(slots_of_group)) == len(slots_of_group)
 
 
-@given(seeds)
 @examples(0.5)
+@given(seeds)
 def test_padding_changes_nothing_of_the_real_part(rng: Random) -> None:
     """Padded tokens write into the null block, padded requests attend to nothing and keep nothing."""
     *_, moment = drive(Schedule(rng), rng.randint(1, 6))

@@ -207,8 +207,8 @@ def test_frozen_rows_write_nothing() -> None:
         assert equal(kv[1:], old[1:])
 
 
-@given(seeds)
 @examples(0.2)
+@given(seeds)
 def test_the_order_of_the_batch_does_not_matter(rng: Random) -> None:
     """Index is not row: decoding in another order gives every request the same token."""
     names = rng.sample("abc", 3)

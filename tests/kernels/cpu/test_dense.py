@@ -1,5 +1,7 @@
 """The dense CPU kernels against the reference."""
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given
@@ -59,19 +61,33 @@ def test_silu_and_mul(dtype: torch.dtype, seed: int, rows: int) -> None:
     assert equal(assert_pure(dense.silu_and_mul, x), reference.silu_and_mul(x))
 
 
+@pytest.mark.parametrize("num_threads", [1, 2, 64])
 @pytest.mark.parametrize("dtype", DTYPES)
-@given(seed=SEEDS, rows=st.integers(0, 40), size=st.tuples(st.integers(1, 40), st.integers(1, 40)))
-def test_prepared_weights(dtype: torch.dtype, seed: int, rows: int, size: tuple[int, int]) -> None:
-    """linear and embed give the same with a prepared weight as with a plain one, with a bias and without."""
+@given(
+    seed=SEEDS,
+    rows=st.sampled_from([0, 1, 2, 40]),
+    size=st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    small=st.sampled_from([0, 2**20]),
+)
+def test_prepared_weights(
+    dtype: torch.dtype, num_threads: int, seed: int, rows: int, size: tuple[int, int], small: int
+) -> None:
+    """linear and embed give the same with a prepared weight as with a plain one, with a bias and without, in whatever
+    parts it was prepared."""
     weight, bias = normal(*size, dtype=dtype, seed=seed), normal(size[0], dtype=dtype, seed=seed + 1)
     x = normal(rows, size[1], dtype=dtype, seed=seed + 2)
     ids = torch.arange(rows) % size[0]
-    prepared = dense.prepare(weight)
+    with (
+        mock.patch.object(torch, "get_num_threads", lambda: num_threads),
+        mock.patch.object(dense, "SMALL_BYTES", small),
+    ):
+        prepared = dense.prepare(weight)
     for b in (None, bias):
         scale = x.abs() @ weight.abs().T + (0 if b is None else b.abs()) + 1e-30
         for form in (weight, prepared):
-            error = (dense.linear(x, form, b).double() - reference.linear(x, weight, b).double()).abs()
-            assert (error <= 4 * torch.finfo(dtype).eps * scale.double()).all()
+            got, want = dense.linear(x, form, b), reference.linear(x, weight, b)
+            assert (got.dtype, got.shape) == (want.dtype, want.shape)
+            assert ((got.double() - want.double()).abs() <= 4 * torch.finfo(dtype).eps * scale.double()).all()
     for form in (weight, prepared):
         assert equal(dense.embed(form, ids), reference.embed(weight, ids))
 
@@ -92,5 +108,11 @@ def test_a_prepared_weight_keeps_the_weight_and_a_copy() -> None:
     assert isinstance(prepared, dense.PackedWeight)
     assert prepared.dense is weight
     weight.zero_()
-    assert dense.linear(torch.ones(1, 4), prepared).tolist() == [[4.0] * 4]
-    assert dense.prepare(weight.requires_grad_()).packed.requires_grad is False
+    for rows in (1, 2):
+        assert dense.linear(torch.ones(rows, 4), prepared).tolist() == [[4.0] * 4] * rows
+
+
+def test_copies_take_no_part_in_gradients() -> None:
+    """A trainer's parameters can be prepared; what comes of them is cut off from its graph."""
+    y = dense.linear(torch.ones(1, 4), dense.prepare(torch.ones(4, 4, requires_grad=True)))
+    assert not y.requires_grad

@@ -48,8 +48,7 @@ def absorb(state: StepState, *, kernels: Kernels) -> StepState:
         block_tables=block_tables,
         sampling=SamplingRows(rows, constraints),
         layout=_layout(state.layout, inbox, layout),
-        # The shape is given because torch.compile can not trace a default that is a record.
-        inbox=Inbox(inbox.data[:0], shape=InboxShape()),
+        inbox=Inbox(inbox.data[:0], InboxShape()),
     )
 
 

@@ -25,7 +25,7 @@ from purestep.pure.rows import changed_entries
 
 _NO_WORDS = frozen(np.zeros(0, np.int32))
 _NO_ENTRIES = frozen(np.zeros((0, 3), np.int32))
-_NOTHING = Inbox(_NO_WORDS)
+_NOTHING = Inbox(_NO_WORDS, InboxShape())
 
 
 def plan_step(batch: InputBatch, absorbed: InputBatch) -> StepPlan:
@@ -37,7 +37,9 @@ def plan_step(batch: InputBatch, absorbed: InputBatch) -> StepPlan:
     """
     if _same_rows(batch, absorbed):
         new, old = batch.layout, absorbed.layout
-        return StepPlan(absorbed, batch, _NOTHING if new is old else Inbox(_NO_WORDS, bounds=new.bounds))
+        return StepPlan(
+            absorbed, batch, _NOTHING if new is old else Inbox(_NO_WORDS, InboxShape(), bounds=new.bounds)
+        )
     rows = _admitted(batch, absorbed)
     blocks = tuple(_block_entries(batch, absorbed, group) for group in range(len(batch.limits.block_sizes)))
     bounds, layout = _layout_entries(batch, absorbed)
@@ -64,7 +66,7 @@ def plan_step(batch: InputBatch, absorbed: InputBatch) -> StepPlan:
         zeros=_counts(sizes[4 + num_groups + num_copies :]),
     )
     words = np.concatenate(data) if data else _NO_WORDS
-    return StepPlan(absorbed, batch, Inbox(words, constraints, shape, bounds, has_constraints))
+    return StepPlan(absorbed, batch, Inbox(words, shape, constraints, bounds, has_constraints))
 
 
 def _same_rows(batch: InputBatch, absorbed: InputBatch) -> bool:

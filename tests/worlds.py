@@ -116,7 +116,7 @@ class Worlds:
         _, output = schedule(self.queue)
         if output.req_ids:
             before = laws.digest(self.batch)
-            with pytest.raises(SchedulerOutputError, match="request '|exactly once"):
+            with pytest.raises(SchedulerOutputError, match=r"request '|exactly once"):
                 update_states(self.batch, wrong(output))
             assert laws.digest(self.batch) == before
 

@@ -12,9 +12,7 @@ from torch.nn import functional
 from purestep.kernels.record import record
 from purestep.kernels.reference import reference
 
-ROWS_PACKED_FOR = (
-    512  # oneDNN's order for many rows is as fast for one row; its order for one row is slow for many
-)
+ROWS_PACKED_FOR = 512  # oneDNN's order for many rows is as fast for one; that for one row is slow for many
 FEW_THREADS = 4  # up to which a row is multiplied in parts
 SMALL_BYTES = 8 * 2**20  # weights up to which it is: larger ones are bound by memory in either way
 

@@ -79,7 +79,7 @@ def _collect(values, ids, count, highest, winners, N: tl.constexpr, HAS_IDS: tl.
     tl.debug_barrier()
 
 
-@triton.jit(do_not_specialize_on_alignment=["ids"])
+@triton.jit(do_not_specialize=["subs"], do_not_specialize_on_alignment=["ids"])
 def _gather(
     logprobs, ids, peaks, counts, scratch, values, winners, out_ids, out_values, ranks, step, ids_step, vocab, subs,
     chunks, N: tl.constexpr, MOST: tl.constexpr, SUB: tl.constexpr, SUBS: tl.constexpr, CAPACITY: tl.constexpr,

@@ -35,8 +35,8 @@ class Inbox:
     """The leaf that a plan arrives in. With nothing in it, `absorb` is the identity."""
 
     data: Int32[Array, " words"]
+    shape: InboxShape = static()  # without a default: torch.compile traces none that is a record
     constraints: TokenConstraints | None = None  # replaces the state's where `has_constraints`
-    shape: InboxShape = static(default=InboxShape())
     bounds: LayoutBounds | None = static(default=None)  # None: the layout stays
     has_constraints: bool = static(default=False)
 
@@ -53,7 +53,7 @@ class Inbox:
     @staticmethod
     def make_empty(device: torch.device | str = "cpu") -> "Inbox":
         """Nothing to absorb."""
-        return Inbox(torch.zeros(0, dtype=torch.int32, device=device))
+        return Inbox(torch.zeros(0, dtype=torch.int32, device=device), InboxShape())
 
 
 def _tensor(array: Array) -> Tensor:

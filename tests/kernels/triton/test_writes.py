@@ -88,7 +88,9 @@ def test_keys_and_values_lie_at_their_slots(dtype: torch.dtype, block_size: int,
     kv = torch.randn(7, 2, block_size, 2, dim, device=DEVICE).to(dtype)
     qkv = torch.randn(5, 8, dim, device=DEVICE).to(dtype)
     k, v = qkv[:, 4:6], qkv[:, 6:]
-    slots = torch.tensor([3, 2, 4 * block_size, 6 * block_size + 2, block_size], device=DEVICE)
+    slots = torch.tensor(
+        [4 * block_size + 1, 2, 4 * block_size, 6 * block_size + 2, block_size], device=DEVICE
+    )
     ours = kv.clone()
     assert write_kv(ours, k, v, slots) is ours
     assert equal(ours, write_kv_by_reference(kv, k, v, slots))

@@ -17,8 +17,8 @@ NOTHING = np.zeros(0, np.int32)
 @pytest.mark.parametrize(
     "inbox",
     [
-        Inbox(NOTHING, bounds=LayoutBounds()),
-        Inbox(NOTHING, has_constraints=True),
+        Inbox(NOTHING, InboxShape(), bounds=LayoutBounds()),
+        Inbox(NOTHING, InboxShape(), has_constraints=True),
         *(Inbox(NOTHING, shape=InboxShape(**{name: 1})) for name in ("ledger", "sampling", "tokens")),
         *(Inbox(NOTHING, shape=InboxShape(**{name: (0, 1)})) for name in ("blocks", "copies", "zeros")),
         Inbox(NOTHING, shape=InboxShape(layout=0)),
@@ -27,7 +27,7 @@ NOTHING = np.zeros(0, np.int32)
 def test_any_part_makes_it_not_empty(inbox: Inbox) -> None:
     """Bounds without words are a part as well, and so is a layout of nobody."""
     assert not inbox.is_empty
-    assert Inbox.make_empty().is_empty and Inbox(NOTHING).is_empty
+    assert Inbox.make_empty().is_empty and Inbox(NOTHING, InboxShape()).is_empty
 
 
 def test_to_a_device_and_back_to_it() -> None:
@@ -35,7 +35,7 @@ def test_to_a_device_and_back_to_it() -> None:
     ids = filled(2, 3, np.int32)
     bias, words = filled(2, 0.5, np.float32), filled(2, 3, np.int32)[:, None]
     rules = TokenConstraints(ids, ids, bias, ids, ids, ids, words, ids, ids)
-    host = Inbox(filled(4, 7, np.int32), rules, InboxShape(tokens=1), None, True)
+    host = Inbox(filled(4, 7, np.int32), InboxShape(tokens=1), rules, None, True)
     there = assert_pure(Inbox.to, host, "cpu")
     assert there.data.tolist() == [7] * 4
     assert there.constraints is not None

@@ -18,9 +18,12 @@ def scale_by_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
 
 
 def temperature_offset(logits: Tensor, temperature: Tensor) -> Tensor:
-    """What to add to rows of `scale_by_temperature` to report them as logits / temperature: [reqs, 1]."""
+    """What to add to rows of `scale_by_temperature` to report them as logits / temperature: [reqs, 1].
+
+    It is -0.0 for rows that keep every bit: the one number that adds to 0.0 and to -0.0 without a change.
+    """
     peak, divisor = _peak_and_divisor(logits, temperature)
-    return torch.where(divisor == 1, 0.0, peak / divisor)
+    return torch.where(divisor == 1, -0.0, peak / divisor)
 
 
 def _peak_and_divisor(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:

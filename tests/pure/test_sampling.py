@@ -89,10 +89,10 @@ def ends_with(outputs: object, beginning: tuple[int, ...]) -> bool:
 
 @given(logits(2, VOCAB))
 def test_neutral_parameters_leave_the_models_logits(table: Tensor) -> None:
-    """Exactly, also beside a request that changes its own in every way."""
+    """Bit for bit, also beside a request that changes its own in every way."""
     busy = replace(WATCHED, temperature=0.3, top_k=2, repetition_penalty=2.0, logit_bias=((1, 5.0),))
     for askers in ([Asker(WATCHED)] * 2, [Asker(WATCHED), Asker(busy, (1,), (2,))]):
-        assert torch.equal(final_logits(sampled(askers, table))[0], table[0])
+        assert equal(final_logits(sampled(askers, table))[0], table[0])
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])

@@ -72,6 +72,7 @@ def test_schedules_run_on_a_device_whose_tokens_are_its_own(schedule: tuple[Sche
         assert ((result.sampled_token_ids >= 0).numpy() == (step.result.sampled_token_ids >= 0)).all()
 
 
+@examples(0.2)
 @given(batches(LIMITS))
 def test_batches_are_about_to_run(batch: InputBatch) -> None:
     laws.assert_rows_are_a_partition(batch)

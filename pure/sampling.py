@@ -55,8 +55,8 @@ def sample_tokens(
     The order is upstream's: raw log-probabilities; allowed ids, bad words, min_tokens, bias, penalties;
     temperature, min-p, top-k, top-p; the draw. Greedy rows take the largest logit of what stands before
     temperature. A row's noise is a function of its seed, stream and output index alone; `exponential` puts given
-    Exp(1) draws in its place. Rows whose logits hold NaN or +inf have no distribution and are flagged; -inf is
-    how a model forbids a token.
+    Exp(1) draws in its place. Rows whose logits hold NaN or +inf have no distribution and are flagged, as are
+    those whose rules leave no token; -inf is how a model forbids one.
 
     Source: vllm/v1/sample/sampler.py.
     """
@@ -67,6 +67,7 @@ def sample_tokens(
     best = kernels.greedy(logits)
     peak = logits.gather(-1, best[:, None])[:, 0]  # NaN if any logit is, else +inf if any is
     tokens = best if processed is logits else kernels.greedy(processed)
+    left = processed.gather(-1, tokens[:, None])[:, 0]  # -inf if nothing is allowed any more
     final = processed
     if shape.random:
         final = kernels.scale_by_temperature(processed, params["temperature"])
@@ -80,7 +81,7 @@ def sample_tokens(
     return SampledTokens(
         token_ids=tokens.to(torch.int32),
         stops=is_stop.any(-1) & (params.num_output_tokens + 1 >= params["min_tokens"]),
-        has_nan=~(peak < float("inf")),
+        has_nan=~((peak < float("inf")) & (left > float("-inf"))),
         logprobs_tensors=_logprobs(shape, params, (logits, processed, final), tokens, kernels),
     )
 

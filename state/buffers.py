@@ -143,6 +143,10 @@ class PersistentBuffers:
         """Give the memory back; leases are stale from here on. Closing twice is allowed."""
         self._state = None
 
+    def check_open(self) -> None:
+        """Raises: StaleStateError if they are closed."""
+        self._opened()
+
     def _opened(self) -> StepState:
         if self._state is None:
             raise StaleStateError("these buffers are closed and hold nothing: make new ones")

@@ -3,12 +3,13 @@
 import argparse
 import importlib.metadata
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from purestep.pure.errors import PurestepError
+from purestep.pure.errors import InvalidParameterError, InvalidRequestError, PurestepError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,7 +19,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options.run(options)
     except PurestepError as error:
-        print(f"purestep: {error}", file=sys.stderr)
+        print("purestep:", error, *getattr(error, "__notes__", ()), file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # whoever read us, `head` for example, has enough
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # for what Python writes when it ends
+        return 141
+    except UnicodeDecodeError as error:
+        print(f"purestep: the input is no UTF-8: {error}", file=sys.stderr)
         return 1
     except OSError as error:
         print(
@@ -39,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     generate = commands.add_parser("generate", help="continue prompts, or answer them with an instruct model")
     generate.set_defaults(run=_generate)
     generate.add_argument(
-        "prompt", nargs="*", help="prompts; without any, and without --file, standard input is read"
+        "prompt", nargs="*", help="prompts; without any, and without --file, standard input is one prompt"
     )
     generate.add_argument("--file", type=Path, help="a file with one prompt a line")
     _add_model(generate)
@@ -111,29 +118,48 @@ def _generate(options: argparse.Namespace) -> None:
     from purestep.pure.records.sampling_params import SamplingParams
     from purestep.state.engine import Engine
 
-    prompts = _prompts(options)
+    asked = _prompts(options)
+    if options.logprobs is not None and not options.jsonl:
+        raise InvalidParameterError("--logprobs: log-probabilities are written with --jsonl only: give both")
+    prompts = asked
     params = SamplingParams(**{name: getattr(options, name) for name in SAMPLING})
     with Engine(options.model, dtype=_dtype(options), device=options.device) as engine:
         chat = engine.is_chat_model and not options.raw
         if chat:
-            prompts = [engine.chat_prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
+            prompts = [engine.chat_prompt([{"role": "user", "content": prompt}]) for prompt in asked]
         if len(prompts) == 1 and params.n == 1 and not options.jsonl:
             _print_growing(engine.stream(prompts, params, add_special_tokens=not chat))
             return
-        results = engine.generate(prompts, params, progress=not options.quiet, add_special_tokens=not chat)
-    for result in results:
-        _print_json(result) if options.jsonl else _print_text(result)
+        results = engine.generate(
+            prompts, params, progress=not options.quiet, on_error="return", add_special_tokens=not chat
+        )
+    failed = [(prompt, result.error) for prompt, result in zip(asked, results, strict=True) if result.error]
+    for index, (prompt, result) in enumerate(zip(asked, results, strict=True)):
+        if options.jsonl:
+            _print_json(index, prompt, result)
+        elif result.error is None:
+            _print_text(result, several=len(results) > 1)
+    if failed:
+        raise InvalidRequestError("; ".join(f"prompt {prompt!r}: {error}" for prompt, error in failed))
 
 
 def _prompts(options: argparse.Namespace) -> list[str]:
     if options.file is not None:
         lines = options.file.read_text(encoding="utf-8").splitlines()
-        return [*options.prompt, *(line for line in lines if line.strip())]
+        found = [*options.prompt, *(line for line in lines if line.strip())]
+        if not found:
+            raise InvalidRequestError(f"no prompt: {options.file} is empty; it takes one prompt a line")
+        return found
     if options.prompt:
         return list(options.prompt)
     if sys.stdin.isatty():
         print("prompt (end with Ctrl-D): ", end="", file=sys.stderr, flush=True)
-    return [sys.stdin.read().removesuffix("\n")]
+    text = sys.stdin.read().removesuffix("\n")
+    if not text:
+        raise InvalidRequestError(
+            "no prompt: standard input is empty; give one as an argument, by --file, or on standard input"
+        )
+    return [text]
 
 
 def _dtype(options: argparse.Namespace) -> Any:
@@ -151,17 +177,21 @@ def _print_growing(results: Iterable[Any]) -> None:
     print()
 
 
-def _print_text(result: Any) -> None:
+def _print_text(result: Any, *, several: bool) -> None:
     for output in result.outputs:
         print(output.text)
-        if len(result.outputs) > 1:
+        if several or len(result.outputs) > 1:
             print("---")
 
 
-def _print_json(result: Any) -> None:
+def _print_json(index: int, prompt: str, result: Any) -> None:
+    if result.error is not None:
+        print(json.dumps({"index": index, "prompt": prompt, "error": str(result.error)}, ensure_ascii=False))
     for output in result.outputs:
         row = {
-            "prompt": result.prompt,
+            "index": index,
+            "sample": output.index,
+            "prompt": prompt,
             "text": output.text,
             "token_ids": output.token_ids,
             "finish_reason": output.finish_reason,
@@ -180,8 +210,9 @@ def _info(options: argparse.Namespace) -> None:
     import torch.utils._pytree as pytree
 
     from purestep.state.loading.load import load_model
+    from purestep.state.setup import usable_device
 
-    loaded = load_model(options.model, dtype=_dtype(options), device=options.device)
+    loaded = load_model(options.model, dtype=_dtype(options), device=usable_device(options.device))
     model, leaves = loaded.model, pytree.tree_leaves(loaded.params.tree)
     per_token = sum(2 * k.num_kv_heads * k.head_dim * _dtype(options).itemsize for k in model.kv_layers)
     facts = {

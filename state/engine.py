@@ -19,7 +19,7 @@ from purestep.pure.errors import (
     InvalidRequestError,
 )
 from purestep.pure.records.params import Params
-from purestep.pure.records.sampling_params import SamplingParams, validate
+from purestep.pure.records.sampling_params import SamplingParams, normalize, validate
 from purestep.pure.scheduler import (
     make_queue,
     num_free,
@@ -37,8 +37,9 @@ from purestep.state.setup import (
     limits_of,
     resolve,
     scheduler_config,
+    usable_device,
 )
-from purestep.state.submission import Prompt, Submission, listed, one_each, refused_output
+from purestep.state.submission import Prompt, Submission, check_request, listed, one_each, refused_output
 from purestep.state.turns import Landed, Turns
 from purestep.state.weights import check_alike
 
@@ -68,7 +69,7 @@ class Engine:
         **sizes: Any,
     ) -> None:
         wanted = Sizes(**sizes)
-        place = torch.device(device)
+        place = usable_device(device)
         self._loaded = resolve(model, dtype=dtype, device=place, tokenizer=tokenizer)
         self.limits = limits_of(self._loaded, wanted, dtype=dtype, seed=seed)
         if graph_api is None and place.type == "cuda" and wanted.cudagraph_mode:
@@ -106,13 +107,16 @@ class Engine:
         Raises:
             InvalidRequestError: and its kinds, for a request that can not be served; nothing has changed then.
         """
+        self._turns.bound.buffers.check_open()
         params = self.default_params() if sampling_params is None else sampling_params
+        check_request(req_id, params, priority, stream)
         validate(params, self.limits.vocab_size, self.limits.max_model_len)
         if params.prompt_logprobs is not None:
             raise InvalidParameterError(
                 f"prompt_logprobs={params.prompt_logprobs}: the engine gives log-probabilities of sampled tokens only; "
                 "for those of a prompt, call execute and compute_logits on all of its tokens"
             )
+        params = normalize(params)
         if req_id in self._submissions:
             raise DuplicateRequestError(
                 f"request id {req_id!r} is in use: wait for it, abort it, or use another id"
@@ -125,7 +129,7 @@ class Engine:
             number=self._num_submitted,
             add_special_tokens=add_special_tokens,
         )
-        base = self._stream(params, self._num_submitted if stream is None else stream)
+        base = self._stream(params, stream)
         requests = new.requests(
             arrival=self._num_submitted, stream=base, priority=priority, eos=self.limits.eos_token_ids
         )
@@ -140,15 +144,18 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Run one turn; the requests that got tokens or ended in it, each with all that it has so far."""
+        outputs = [submission.output() for submission in self._turn()]
         delivered = list(self._undelivered.values())
         self._undelivered = {}
-        return delivered + [submission.output() for submission in self._turn()]
+        return delivered + outputs
 
     def abort(self, req_ids: str | Iterable[str]) -> list[RequestOutput]:
         """Stop requests; what they have so far. Ids that are not in use are ignored: they may just have ended."""
         names = [req_ids] if isinstance(req_ids, str) else list(req_ids)
         found = [self._submissions[name] for name in names if name in self._submissions]
-        samples = [sample for new in found for sample in new.sample_ids if sample in self._samples]
+        samples = [sample for new in found for sample in new.sample_ids if self._is_live(new, sample)]
+        for name in names:
+            self._undelivered.pop(name, None)
         self._turns.abort(samples)
         for sample in samples:
             self._end(sample, "abort", None)
@@ -176,7 +183,8 @@ class Engine:
             with progress_bar(len(names), shown=progress) as report:
                 own = frozenset(names)
                 while len(results) < len(names):
-                    grown = self._own(self._turn(), own)
+                    results |= self._taken(own)  # steps of other calls may have brought some of them
+                    grown = self._own(self._turn(), own) if len(results) < len(names) else []
                     results |= {s.req_id: s.output() for s in grown if s.finished}
                     report(finished=len(results), tokens=len(grown))
         return [results[name] for name in names]
@@ -190,9 +198,13 @@ class Engine:
     ) -> Iterator[RequestOutput]:
         """Results as they grow, each with everything so far. Leaving the loop early aborts what still runs."""
         with self._submitted(prompts, sampling_params, "raise", add_special_tokens) as (names, _):
-            own = frozenset(names)
-            while any(name in self._submissions for name in names):
-                yield from [s.output() for s in self._own(self._turn(), own)]
+            own, running = frozenset(names), set(names)
+            while running:
+                results = list(self._taken(own).values())
+                if not results:
+                    results = [s.output() for s in self._own(self._turn(), own)]
+                running -= {result.req_id for result in results if result.finished}
+                yield from results
 
     def chat(
         self,
@@ -244,6 +256,7 @@ class Engine:
         Raises:
             InvalidParameterError: another structure, shape or dtype; nothing has changed then.
         """
+        self._turns.bound.buffers.check_open()
         tree = params.tree if isinstance(params, Params) else params
         check_alike(self.params.tree, tree)
         version = self.params.version + 1
@@ -318,8 +331,12 @@ class Engine:
     def _end(self, sample: str, reason: str, stop_reason: int | str | None) -> None:
         submission, index = self._samples.pop(sample)
         submission.transcripts[index].finish(reason, stop_reason)
-        if not any(s in self._samples for s in submission.sample_ids):
+        if not any(self._is_live(submission, s) for s in submission.sample_ids):
             del self._submissions[submission.req_id]
+
+    def _is_live(self, submission: Submission, sample: str) -> bool:
+        """Whether a sample of this submission still runs or waits; its id alone may be in use by another one."""
+        return self._samples.get(sample, NOBODY)[0] is submission
 
     # Calls that own their requests
 
@@ -334,23 +351,37 @@ class Engine:
         """The ids of these prompts, and results of those refused. Whatever ends the block, none of them runs on."""
         all_prompts = listed(prompts)
         params = one_each(sampling_params, len(all_prompts))
-        names = [f"call{self._num_calls}-{i}" for i in range(len(all_prompts))]
-        self._num_calls += 1
+        if on_error not in ("raise", "return"):
+            raise InvalidParameterError(f"on_error={on_error!r}: it is 'raise' or 'return'")
+        names = self._call_names(len(all_prompts))
         refused: dict[str, RequestOutput] = {}
         stream = 0
         try:
             for i, (name, prompt, own) in enumerate(zip(names, all_prompts, params, strict=True)):
                 try:
-                    self.add_request(name, prompt, own, stream=stream, add_special_tokens=add_special_tokens)
+                    place = None if getattr(own, "seed", None) is None else stream
+                    self.add_request(name, prompt, own, stream=place, add_special_tokens=add_special_tokens)
                 except InvalidRequestError as error:
                     if on_error == "raise":
                         error.add_note(f"This is prompt {i} of {len(all_prompts)}; none of them was run.")
                         raise
                     refused[name] = refused_output(name, prompt, error)
-                stream += 1 if own is None else own.n
+                stream += own.n if isinstance(own, SamplingParams) and type(own.n) is int else 1
             yield names, refused
         finally:
             self.abort(names)
+
+    def _call_names(self, count: int) -> list[str]:
+        """Ids for the prompts of a call that nobody uses."""
+        while True:
+            names = [f"call{self._num_calls}-{i}" for i in range(count)]
+            self._num_calls += 1
+            if not any(name in self._submissions for name in names):
+                return names
+
+    def _taken(self, names: frozenset[str]) -> dict[str, RequestOutput]:
+        """Results of these prompts that steps of other calls brought; they are kept no longer."""
+        return {name: self._undelivered.pop(name) for name in list(self._undelivered) if name in names}
 
     def _own(self, grown: Iterable[Submission], names: frozenset[str]) -> list[Submission]:
         """Those of a call's own requests; results of others are kept for the next `step`."""
@@ -359,11 +390,13 @@ class Engine:
                 self._undelivered[submission.req_id] = submission.output()
         return [submission for submission in grown if submission.req_id in names]
 
-    def _stream(self, params: SamplingParams, place: int) -> int:
-        """A request's random stream: the one it asks for, its place, or, without a seed, one never used before."""
+    def _stream(self, params: SamplingParams, stream: int | None) -> int:
+        """A request's random stream: its own, the one given, its place, or, without a seed, one never used before."""
         if params.stream is not None:
             return params.stream
+        if stream is not None:
+            return stream
         if params.seed is not None:
-            return place
+            return self._num_submitted
         self._num_unseeded += params.n
         return UNSEEDED + self._num_unseeded - params.n

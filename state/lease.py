@@ -32,6 +32,10 @@ class Leased:
         self._generation = generation
         self.absorbed = absorbed
 
+    def is_on(self, buffers: Lender) -> bool:
+        """Whether it is on these buffers."""
+        return self._buffers is buffers
+
     @property
     def generation(self) -> int:
         """The step that made this state."""

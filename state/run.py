@@ -8,7 +8,7 @@ import torch
 
 from purestep.kernels.types import Kernels
 from purestep.pure.absorb import absorb
-from purestep.pure.errors import PlanBaseError
+from purestep.pure.errors import PlanBaseError, StaleStateError
 from purestep.pure.models.model import Model, prepare_params
 from purestep.pure.record import replace
 from purestep.pure.records.params import Params
@@ -73,6 +73,10 @@ def run(
         StaleStateError: the lease was consumed by another step.
         PlanBaseError: the plan starts from another batch than the state reflects; the lease stays good.
     """
+    if not leased.is_on(bound.buffers):
+        raise StaleStateError(
+            "this lease is on other buffers than the step is bound to: use the one they gave"
+        )
     leased.value  # noqa: B018  # a stale lease is refused before its plan is judged
     if plan.base is not leased.absorbed:
         raise PlanBaseError(

@@ -61,10 +61,27 @@ class Sizes:
             )
 
 
+def usable_device(device: torch.device | str) -> torch.device:
+    """The device, if torch can use it.
+
+    Raises:
+        InvalidParameterError: no device's name, or a GPU where torch sees none.
+    """
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidParameterError(f"device={device!r}: {error}") from None
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidParameterError(
+            f"device={str(place)!r}: this torch sees no GPU: use device='cpu', or install a CUDA build of torch"
+        )
+    return place
+
+
 def resolve(source: Source, *, dtype: torch.dtype, device: torch.device, tokenizer: Any) -> LoadedModel:
     """A model from wherever it is: a folder, file or hub id, None for the default, or one already in memory."""
     if isinstance(source, LoadedModel):
-        return source
+        return source if tokenizer is None else attrs.evolve(source, tokenizer=tokenizer)
     if isinstance(source, tuple):
         model, params = source
         return LoadedModel(name=model.name, model=model, params=params, tokenizer=tokenizer)
@@ -79,6 +96,10 @@ def limits_of(loaded: LoadedModel, sizes: Sizes, *, dtype: torch.dtype, seed: in
             positions do not reach.
     """
     model = loaded.model
+    if not dtype.is_floating_point:
+        raise InvalidParameterError(
+            f"dtype={dtype}: keys and values are floating-point numbers; use float32 or bfloat16"
+        )
     num_groups = 1 + max((layer.group for layer in model.kv_layers), default=0)
     per_block = sum(
         2 * sizes.block_size * k.num_kv_heads * k.head_dim * dtype.itemsize for k in model.kv_layers

@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 from purestep.pure.errors import InvalidParameterError, InvalidRequestError
 from purestep.pure.records.queue import Request
@@ -26,6 +27,11 @@ class Submission:
         number: int = 0,
         add_special_tokens: bool = True,
     ) -> None:
+        if params.stop and (tokenizer is None or not params.detokenize):
+            raise InvalidParameterError(
+                f"stop={params.stop}: stop strings are looked for in text, and this request has none: "
+                "give stop_token_ids, or a tokenizer and detokenize=True"
+            )
         self.req_id = req_id
         self.number = number  # how many samples were submitted before it
         self.params = params
@@ -72,7 +78,7 @@ def _token_ids(prompt: Prompt, tokenizer: Tokenizer | None, add_special_tokens: 
     if not isinstance(prompt, str):
         try:
             return tuple(operator.index(token) for token in prompt)
-        except TypeError:
+        except (TypeError, ValueError):
             raise InvalidRequestError(
                 f"a prompt is text or token ids (whole numbers), got {prompt!r}"
             ) from None
@@ -85,9 +91,13 @@ def _token_ids(prompt: Prompt, tokenizer: Tokenizer | None, add_special_tokens: 
 
 def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many, as a list: text, or a sequence of ids, is one."""
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
+    if isinstance(prompts, str) or not hasattr(prompts, "__len__"):
         return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    try:
+        operator.index(prompts[0])  # type: ignore[arg-type]
+    except (TypeError, IndexError, KeyError, ValueError):
+        return list(prompts)  # type: ignore[arg-type]
+    return [prompts]  # type: ignore[list-item]
 
 
 def one_each(
@@ -95,6 +105,10 @@ def one_each(
 ) -> list[SamplingParams | None]:
     if params is None or isinstance(params, SamplingParams):
         return [params] * num_prompts
+    if not isinstance(params, Sequence):
+        raise InvalidParameterError(
+            f"sampling parameters are SamplingParams, or a list of them, not {params!r}"
+        )
     if len(params) != num_prompts:
         raise InvalidParameterError(
             f"{num_prompts} prompts with {len(params)} sampling parameters: give one for all, or one for each"
@@ -103,5 +117,24 @@ def one_each(
 
 
 def refused_output(name: str, prompt: Prompt, error: InvalidRequestError) -> RequestOutput:
-    text, ids = (prompt, ()) if isinstance(prompt, str) else (None, tuple(prompt))
+    text = prompt if isinstance(prompt, str) else None
+    ids: tuple[Any, ...] = tuple(prompt) if isinstance(prompt, Sequence) and text is None else ()
     return RequestOutput(req_id=name, prompt=text, prompt_token_ids=ids, outputs=(), error=error)
+
+
+def check_request(req_id: object, params: object, priority: object, stream: object) -> None:
+    """Refuse what is of the wrong kind before it can meet other requests.
+
+    Raises:
+        InvalidRequestError: an id that is no text, a priority or stream that is no whole number, or parameters that
+            are no SamplingParams.
+    """
+    if not isinstance(req_id, str):
+        raise InvalidRequestError(f"req_id={req_id!r}: an id is text")
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequestError(f"request {req_id!r}: sampling_params={params!r}: give SamplingParams")
+    for name, value in (("priority", priority), ("stream", 0 if stream is None else stream)):
+        if type(value) is not int or abs(value) >= 2**62:
+            raise InvalidRequestError(
+                f"request {req_id!r}: {name}={value!r}: it is a whole number below 2**62"
+            )

@@ -26,6 +26,7 @@ class Transcript:
         self._begun = time.monotonic()
         self._seconds = 0.0
         self._text = ""
+        self._search_from = 0
         self._token_ids: list[int] = []
         self._logprobs: list[tuple[np.ndarray, np.ndarray, int]] = []
         self._finish_reason: str | None = None
@@ -66,7 +67,10 @@ class Transcript:
         stops = self._params.stop
         if not stops:
             return None
-        found = find_stop(self._text, stops, max(0, before - max(map(len, stops)) + 1))
+        if len(self._token_ids) < self._params.min_tokens:
+            self._search_from = len(self._text)  # what stands before min_tokens ends nothing
+            return None
+        found = find_stop(self._text, stops, max(self._search_from, before - max(map(len, stops)) + 1))
         if found is None:
             return None
         self._text = self._text[: found[0]]

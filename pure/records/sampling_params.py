@@ -121,9 +121,19 @@ class SamplingParams:
 
 def normalize(params: SamplingParams) -> SamplingParams:
     """Equal behaviour in one form: a greedy request has temperature 0 and no cuts, top_k "off" is 0."""
+    params = _plain(params)
     if params.greedy:
         return replace(params, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
     return params if params.top_k >= 0 else replace(params, top_k=0)
+
+
+def _plain(params: SamplingParams) -> SamplingParams:
+    """Python's own numbers in the place of numpy's and torch's, which overflow and compare in their own ways."""
+    whole = ("n", "top_k", "seed", "stream", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
+    real = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+    given = {name: getattr(params, name) for name in whole}
+    changes = {name: value if value is None else operator.index(value) for name, value in given.items()}
+    return replace(params, **changes, **{name: float(getattr(params, name)) for name in real})
 
 
 def validate(params: SamplingParams, vocab_size: int, max_model_len: int) -> None:
@@ -146,12 +156,12 @@ def _refusal(name: str, value: object, allowed: str) -> InvalidParameterError:
 
 def _validate_numbers(params: SamplingParams) -> None:
     domains: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-        ("temperature", lambda x: 0 <= x < float("inf"), "a finite number >= 0 (0: greedy)"),
+        ("temperature", lambda x: 0 <= x <= 1e30, "in [0, 1e30] (0: greedy)"),
         ("top_p", lambda x: 0 < x <= 1, "in (0, 1] (1: off)"),
         ("min_p", lambda x: 0 <= x <= 1, "in [0, 1] (0: off)"),
         ("presence_penalty", lambda x: -2 <= x <= 2, "in [-2, 2] (0: off)"),
         ("frequency_penalty", lambda x: -2 <= x <= 2, "in [-2, 2] (0: off)"),
-        ("repetition_penalty", lambda x: 0 < x < float("inf"), "a finite number > 0 (1: off)"),
+        ("repetition_penalty", lambda x: 1e-6 <= x <= 1e6, "in [1e-6, 1e6] (1: off)"),
     )
     for name, is_valid, allowed in domains:
         value = getattr(params, name)
@@ -174,7 +184,7 @@ def _validate_counts(params: SamplingParams, vocab_size: int, max_model_len: int
     none_or = "None or "
     domains = (
         ("n", 1, None, ""),
-        ("top_k", -1, None, ""),
+        ("top_k", -1, 2**31 - 1, ""),
         ("seed", -(2**63), 2**63 - 1, none_or),
         ("stream", -(2**63), 2**63 - 1, none_or),
         ("max_tokens", 1, None, none_or),

@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -69,6 +69,7 @@ def test_silu_and_mul(dtype: torch.dtype, seed: int, rows: int) -> None:
     size=st.tuples(st.integers(1, 40), st.integers(1, 40)),
     small=st.sampled_from([0, 2**20]),
 )
+@example(seed=0, rows=1, size=(16, 8), small=2**20)
 def test_prepared_weights(
     dtype: torch.dtype, num_threads: int, seed: int, rows: int, size: tuple[int, int], small: int
 ) -> None:

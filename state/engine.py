@@ -44,8 +44,6 @@ from purestep.state.turns import Landed, Turns
 from purestep.state.weights import check_alike
 
 UNSEEDED = 1 << 32  # streams of requests without a seed lie above those that a caller can name by position
-
-
 NOBODY: tuple[None, int] = (None, 0)
 
 
@@ -290,8 +288,6 @@ class Engine:
         """Blocks of the first KV group that no request holds; cached prefixes count as free."""
         return num_free(self._turns.now.queue)
 
-    # The loop
-
     def _turn(self) -> list[Submission]:
         """Begin a step of everything that is scheduled; the prompts that got tokens by the step that landed, if any."""
         begun, landed = self._turns.turn(self._num_submitted)
@@ -337,8 +333,6 @@ class Engine:
     def _is_live(self, submission: Submission, sample: str) -> bool:
         """Whether a sample of this submission still runs or waits; its id alone may be in use by another one."""
         return self._samples.get(sample, NOBODY)[0] is submission
-
-    # Calls that own their requests
 
     @contextmanager
     def _submitted(

@@ -38,6 +38,26 @@ def check_ids(output: SchedulerOutput) -> None:
         )
 
 
+def check_block_orders(batch: InputBatch, output: SchedulerOutput) -> None:
+    """Blocks to copy and to zero exist, and are not the null block (which pads what is sent to the device).
+
+    Raises:
+        SchedulerOutputError: otherwise.
+    """
+    copied = [[block for pair in pairs for block in pair] for pairs in output.block_copies]
+    for what, groups in (("copy", copied), ("zero", output.new_block_ids_to_zero)):
+        if len(groups) > len(batch.limits.num_blocks):
+            raise SchedulerOutputError(
+                f"blocks to {what} for {len(groups)} KV groups; the cache has {len(batch.limits.num_blocks)}"
+            )
+        for group, (blocks, num_blocks) in enumerate(zip(groups, batch.limits.num_blocks, strict=False)):
+            if blocks and not 1 <= min(blocks) <= max(blocks) < num_blocks:
+                raise SchedulerOutputError(
+                    f"blocks {min(blocks)} to {max(blocks)} are to be part of a {what} in KV group {group}, which has "
+                    f"blocks 1 to {num_blocks - 1} beside the null block"
+                )
+
+
 def has_full_columns(output: SchedulerOutput) -> bool:
     """Whether every column is as long as the ids that it is in parallel with."""
     cached = output.scheduled_cached_reqs

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from purestep.pure.arrays import Tape, frozen, start_loc, with_items
-from purestep.pure.contradictions import check_counts, check_ids, has_full_columns
+from purestep.pure.contradictions import check_block_orders, check_counts, check_ids, has_full_columns
 from purestep.pure.errors import SchedulerOutputError
 from purestep.pure.record import replace
 from purestep.pure.records.batch import CachedRequestState, Clock, Columns, InputBatch, Parked, Rows
@@ -222,6 +222,8 @@ def _lay_out(
     start = _starts(batch, output, at, known)
     end = start + counts
     check_counts(batch, output, at, start, end)
+    if output.block_copies or output.new_block_ids_to_zero:
+        check_block_orders(batch, output)
     is_steady = rows is old.row_of_index and not np.count_nonzero(counts != _counts(old))
     max_seq_len = bucket(int(end.max())) if len(rows) else 0
     layout = _bounded(old, max_seq_len) if is_steady else _new_layout(batch, rows, at, counts, max_seq_len)

@@ -76,3 +76,40 @@ def test_an_instruct_model_answers_as_text(capsys: pytest.CaptureFixture[str]) -
     assert main(["generate", "What is the capital of France?"]) == 0
 
     assert "Paris" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["info", "generate"])
+@pytest.mark.parametrize("device", ["foo", "cuda:99"])
+def test_a_device_that_is_not_there_is_a_named_error(
+    command: str, device: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [command, "--model", model, "--device", device] + (["hello"] if command == "generate" else [])
+
+    assert main(arguments) == 1
+
+    assert "device=" in capsys.readouterr().err
+
+
+def test_an_empty_or_unreadable_file_is_a_named_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, content in (("empty", b"\n"), ("bytes", b"\xff\xfe\n")):
+        (tmp_path / name).write_bytes(content)
+
+        assert main(["generate", "--file", str(tmp_path / name)]) == 1
+        assert capsys.readouterr().err.startswith("purestep: ")
+
+
+def test_a_bad_prompt_among_good_ones_is_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    needs_smollm2()
+
+    assert main(["generate", "--raw", "--jsonl", "--quiet", "--max-tokens", "1", "Hello", "", "World"]) == 1
+
+    captured = capsys.readouterr()
+    rows = [json.loads(line) for line in captured.out.splitlines()]
+    assert [(row["index"], row["prompt"], "error" in row) for row in rows] == [
+        (0, "Hello", False),
+        (1, "", True),
+        (2, "World", False),
+    ]
+    assert "empty prompt" in captured.err

@@ -5,6 +5,7 @@ import itertools
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.utils._pytree as pytree
@@ -345,3 +346,114 @@ def test_a_fully_cached_prompt_computes_its_last_token_again() -> None:
 
     assert second.num_cached_tokens == 7
     assert first.token_ids == second.token_ids
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"priority": None}, {"priority": "high"}, {"stream": 1.5}, {"req_id": 7}, {"sampling_params": {}}],
+)
+def test_what_is_of_the_wrong_kind_is_refused_before_it_meets_others(wrong: dict[str, Any]) -> None:
+    request: dict[str, Any] = {"req_id": "r", "prompt": PROMPTS[0], "sampling_params": GREEDY} | wrong
+    with engine() as own:
+        own.add_request("good", PROMPTS[1], GREEDY)
+        with pytest.raises(InvalidRequestError):
+            own.add_request(**request)
+
+        assert own.generate(PROMPTS[0], GREEDY, progress=False)[0].token_ids == tokens(PROMPTS[0])[0]
+
+
+def test_numbers_of_numpy_are_as_good_as_pythons(unchecked_records: None) -> None:
+    plain = SamplingParams(seed=5, n=2, top_k=8, temperature=0.5, max_tokens=4)
+    numpys = replace(plain, seed=np.int64(5), n=np.int64(2), top_k=np.int32(8), temperature=np.float32(0.5))
+    with engine() as own:
+        first, second = (own.generate(np.array(PROMPTS[0]), p, progress=False)[0] for p in (plain, numpys))
+        own.generate(PROMPTS[0], GREEDY, progress=False)
+
+    assert [o.token_ids for o in first.outputs] == [o.token_ids for o in second.outputs]
+
+
+def test_calls_within_calls_all_get_their_results() -> None:
+    seen, inner = [], []
+    with engine() as own:
+        for result in own.stream(PROMPTS[0], GREEDY):
+            seen.append(result)
+            if len(inner) < 2:
+                inner.append(own.generate(PROMPTS[1], GREEDY, progress=False)[0].token_ids)
+
+        assert seen[-1].token_ids == tokens(PROMPTS[0])[0]
+        assert inner == [tokens(PROMPTS[1])[0]] * 2
+        assert own.step() == [] and not own.has_unfinished()
+
+
+def test_a_call_leaves_requests_alone_whose_ids_look_like_its_own() -> None:
+    with engine() as own:
+        for name in ("call0-0", "call1-0"):
+            own.add_request(name, PROMPTS[1], GREEDY)
+        own.generate(PROMPTS[0], GREEDY, progress=False)
+
+        results = {}
+        while own.has_unfinished():
+            results |= {output.req_id: output for output in own.step()}
+        assert {name: r.finish_reason for name, r in results.items()} == {
+            "call0-0": "length",
+            "call1-0": "length",
+        }
+
+
+def test_an_id_like_that_of_a_finished_sample_belongs_to_whoever_uses_it_now() -> None:
+    with engine(max_num_reqs=1) as own:
+        own.add_request("a", PROMPTS[0], replace(GREEDY, n=2))
+        while "a#0" in own._turns.now.queue.live:
+            own.step()
+        own.add_request("a#0", PROMPTS[1], GREEDY)
+        own.abort("a")
+
+        results = {}
+        while own.has_unfinished():
+            results |= {output.req_id: output for output in own.step()}
+        assert results["a#0"].token_ids == tokens(PROMPTS[1])[0]
+
+
+def test_a_request_whose_rules_leave_no_token_ends_as_an_error() -> None:
+    params = SamplingParams(
+        temperature=0.0, allowed_token_ids=[5], bad_words_token_ids=[[5, 5]], max_tokens=8
+    )
+    with engine() as own:
+        bad, good = own.generate([PROMPTS[0], PROMPTS[1]], [params, GREEDY], progress=False)
+
+    assert (bad.finish_reason, bad.token_ids) == ("error", (5,))
+    assert good.token_ids == tokens(PROMPTS[1])[0]
+
+
+def test_a_given_stream_is_used_with_or_without_a_seed() -> None:
+    results = []
+    with engine() as own:
+        for name in ("r", "s"):
+            own.add_request(name, PROMPTS[0], SamplingParams(max_tokens=8), stream=7)
+            while own.has_unfinished():
+                results += [output.token_ids for output in own.step() if output.finished]
+
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"device": "foo"}, {"device": "cuda:99"}, {"dtype": torch.int32}, {"block_size": 0}]
+)
+def test_an_engine_that_can_not_be_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidParameterError):
+        engine(**wrong)
+
+
+def test_stop_strings_need_text() -> None:
+    with engine() as own, pytest.raises(InvalidParameterError, match="stop strings"):
+        own.add_request("r", PROMPTS[0], replace(GREEDY, stop=("x",)))
+
+
+def test_a_closed_engine_takes_nothing() -> None:
+    own = engine()
+    own.close()
+
+    with pytest.raises(StaleStateError, match="closed"):
+        own.add_request("r", PROMPTS[0], GREEDY)
+    with pytest.raises(StaleStateError, match="closed"):
+        own.update_weights(PARAMS)

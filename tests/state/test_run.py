@@ -168,3 +168,12 @@ def test_a_lease_prints_what_it_is_on() -> None:
     leased: Leased = bound_step().buffers.lease()
 
     assert repr(leased) == "Leased(StepState at step 1: 3 rows x 24 tokens, 2 layers)"
+
+
+def test_a_lease_on_other_buffers_is_refused() -> None:
+    bound, other = bound_step(), bound_step()
+    lease, foreign = bound.buffers.lease(), other.buffers.lease()
+
+    with pytest.raises(StaleStateError, match="other buffers"):
+        run(bound, foreign, plan_step(first_batch(), foreign.absorbed))
+    run(bound, lease, plan_step(first_batch(), lease.absorbed))

@@ -266,7 +266,8 @@ class Schedule:
         grown = []
         for group, size in enumerate(self.limits.block_sizes):
             wanted = -(-(life.computed + num_tokens) // size) - len(life.blocks[group])
-            wanted = wanted + self.rng.randrange(2) if wanted > 0 else 0
+            most = -(-self.limits.max_model_len // size) - len(life.blocks[group])
+            wanted = min(wanted + self.rng.randrange(2), most) if wanted > 0 else 0
             free = self.free[group]
             more = [free.pop(self.rng.randrange(len(free))) for _ in range(wanted)]
             life.blocks[group] = life.blocks[group] + more

@@ -131,11 +131,16 @@ def _token_entries(batch: InputBatch, absorbed: InputBatch, rows: Sequence[int])
 
 
 def _block_entries(batch: InputBatch, absorbed: InputBatch, group: int) -> NDArray[np.int32]:
-    """(row, place, block id) of entries that the row's block table on the device does not hold yet."""
+    """(row, place, block id) of entries that the row's block table on the device does not hold yet.
+
+    Blocks beyond those that max_model_len tokens fill are never used, and have no place in the table.
+    """
     now, then = batch.rows.block_ids[group], absorbed.rows.block_ids[group]
     if now is then:
         return _NO_ENTRIES
-    return _tails(changed_entries(now, then), now, then)
+    entries = _tails(changed_entries(now, then), now, then)
+    width = -(-batch.limits.max_model_len // batch.limits.block_sizes[group])
+    return entries if not len(entries) else entries[entries[:, 1] < width]
 
 
 def _tails(rows: Sequence[int], now: Sequence[Tape | None], then: Sequence[Tape | None]) -> NDArray[np.int32]:

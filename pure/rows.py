@@ -92,18 +92,7 @@ def check_blocks(batch: InputBatch, req_id: str, block_ids: BlockIds) -> None:
 
 
 def room(batch: InputBatch, block_ids: Iterable[Tape]) -> int:
-    """Tokens that these blocks can hold: the smallest of the KV groups.
-
-    Raises:
-        SchedulerOutputError: more blocks than a request of max_model_len can use.
-    """
-    block_ids, longest = tuple(block_ids), batch.limits.max_model_len
-    for group, (ids, size) in enumerate(zip(block_ids, batch.limits.block_sizes, strict=True)):
-        if len(ids) > -(-longest // size):
-            raise SchedulerOutputError(
-                f"a request has {len(ids)} blocks of {size} tokens in KV group {group}; max_model_len={longest} tokens "
-                f"fill {-(-longest // size)}: give no more"
-            )
+    """Tokens that these blocks can hold: the smallest of the KV groups."""
     return min(len(ids) * size for ids, size in zip(block_ids, batch.limits.block_sizes, strict=True))
 
 

@@ -103,7 +103,7 @@ def test_a_batch_and_itself_differ_by_nothing(rng: Random, lag: int) -> None:
 
 def steady(num_steps: int = 3) -> list[InputBatch]:
     """Batches of two requests that decode, blocks enough, each settled before the next step."""
-    blocks = [(tuple(range(1 + 6 * i, 7 + 6 * i)), tuple(range(1 + 12 * i, 13 + 12 * i))) for i in range(2)]
+    blocks = [(tuple(range(1 + 6 * i, 7 + 6 * i)), tuple(range(1 + 12 * i, 12 + 12 * i))) for i in range(2)]
     new = [new_request(name, (1, 2, 3), blocks[i]) for i, name in enumerate("ab")]
     batches = [update_states(EMPTY, scheduled(*new, counts={"a": 3, "b": 3}))]
     for _ in range(num_steps):
@@ -126,8 +126,16 @@ def test_a_grown_table_is_all_that_is_sent() -> None:
     batch = decode(settled(base), "a", "b", new_block_ids={"b": ((), (40,))})
     inbox = plan_step(batch, base).inbox
     assert inbox.shape.blocks == (0, 1)
-    assert inbox.data.tolist() == [batch.row_of["b"], 12, 40]
+    assert inbox.data.tolist() == [batch.row_of["b"], 11, 40]
     assert inbox.bounds is None
+
+
+def test_blocks_beyond_the_longest_request_are_not_sent() -> None:
+    """They have no place in the device's tables, and no token could use them."""
+    base = steady()[-1]
+    batch = decode(settled(base), "a", "b", new_block_ids={"b": ((), (40, 41, 42))})
+    inbox = plan_step(batch, base).inbox
+    assert inbox.data.tolist() == [batch.row_of["b"], 11, 40]
 
 
 def test_a_bound_that_grew_is_structure_and_no_words() -> None:

@@ -255,9 +255,6 @@ REFUSED = {
     ),
     "a negative block": Refused(_steady(new_block_ids={"a": ((-1,),)}), "blocks -1 to -1"),
     "blocks for too many groups": Refused(_steady(new_block_ids={"a": ((9,), (9,))}), "2 KV groups"),
-    "more blocks than a request can use": Refused(
-        _steady(new_block_ids={"a": ((9, 10, 11, 12, 13),)}), "give no more"
-    ),
     "a copy into the null block": Refused(_steady(block_copies=(((3, 0),),)), "blocks 0 to 3.*copy"),
     "a copy of a block that does not exist": Refused(_steady(block_copies=(((20, 3),),)), "1 to 19"),
     "copies for too many groups": Refused(_steady(block_copies=((), ((1, 2),))), "2 KV groups"),

@@ -23,9 +23,11 @@ def normal(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def assert_near(ours: Tensor, expected: Tensor) -> None:
-    """Each entry is the expected one or beside it."""
+    """Each entry is the expected one or at most two beside it: both sides round twice, before and after the gain, and
+    another order of summation may turn the first rounding.
+    """
     assert ours.dtype == expected.dtype
-    torch.testing.assert_close(ours, expected, rtol=NEIGHBOUR[ours.dtype], atol=1e-6)
+    torch.testing.assert_close(ours, expected, rtol=2 * NEIGHBOUR[ours.dtype], atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,8 +1,8 @@
 """`Kernels`: the functions of tensors that a step is made of, as one frozen value.
 
-Three instances exist. `reference` is the definition: plain torch, out of place, differentiable, vmappable, any
-device. `donating` differs from it in exactly those functions that may write their argument's storage (marked
-"donates" below). `invariant` keeps results bitwise independent of the batch. A stage never asks which it was given.
+`reference` is the definition: plain torch, out of place, differentiable, vmappable, any device. The donating sets, one
+for the CPU and one for CUDA, mean the same up to rounding; where "donates" is said below they write their argument's
+storage. A stage never asks which it was given.
 """
 
 from typing import Any, Protocol, runtime_checkable

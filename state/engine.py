@@ -32,8 +32,8 @@ from purestep.state.setup import (
     Sizes,
     Source,
     bind,
+    capture,
     dispatch_keys_of,
-    graph_keys,
     limits_of,
     resolve,
     scheduler_config,
@@ -72,14 +72,14 @@ class Engine:
         self.limits = limits_of(self._loaded, wanted, dtype=dtype, seed=seed)
         if graph_api is None and place.type == "cuda" and wanted.cudagraph_mode:
             graph_api = CudaGraphs(place)
-        keys = dispatch_keys_of(self.limits, wanted)
+        keys = dispatch_keys_of(self._loaded.model, self.limits, wanted)
         default_steps_ahead = 1 if place.type == "cuda" else 0
         steps_ahead = default_steps_ahead if wanted.steps_ahead is None else wanted.steps_ahead
         queue = make_queue(scheduler_config(self.limits, wanted, steps_ahead=steps_ahead))
         bound = bind(
             self._loaded, self.limits, dtype=dtype, device=place, kernels=kernels, graph_api=graph_api
         )
-        self.capture_report = None if bound.captured is None else bound.captured.capture(graph_keys(keys))
+        self.capture_report = capture(bound, keys, progress=wanted.capture_progress)
         self._turns = Turns(bound, self.limits, queue, keys, steps_ahead)
         self._submissions: dict[str, Submission] = {}
         self._samples: dict[str, tuple[Submission, int]] = {}
@@ -108,7 +108,8 @@ class Engine:
         self._turns.bound.buffers.check_open()
         params = self.default_params() if sampling_params is None else sampling_params
         check_request(req_id, params, priority, stream)
-        validate(params, self.limits.vocab_size, self.limits.max_model_len)
+        limits = self.limits
+        validate(params, limits.vocab_size, limits.max_model_len, eos_token_ids=limits.eos_token_ids)
         if params.prompt_logprobs is not None:
             raise InvalidParameterError(
                 f"prompt_logprobs={params.prompt_logprobs}: the engine gives log-probabilities of sampled tokens only; "

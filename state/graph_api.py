@@ -5,6 +5,8 @@ from typing import Any, Protocol
 
 import attrs
 import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
 
 
 class Graph(Protocol):
@@ -13,6 +15,10 @@ class Graph(Protocol):
     result: Any
 
     def replay(self) -> None: ...
+
+    def disown(self) -> None:
+        """Let graphs that are captured later have the memory of the result: no replay of theirs may come between a
+        replay of this one and the last use of its result."""
 
 
 class GraphApi(Protocol):
@@ -33,6 +39,31 @@ class CudaGraph:
     def replay(self) -> None:
         """Run it again on what its addresses hold now."""
         self.graph.replay()
+
+    def disown(self) -> None:
+        """Keep the addresses of the result, and not its memory."""
+        self.result = pytree.tree_map(_without_memory, self.result)
+
+
+class _Address:
+    """What lies at an address, for torch to look at: https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        num_bytes = tensor.untyped_storage().nbytes()
+        self.__cuda_array_interface__ = {
+            "data": (tensor.untyped_storage().data_ptr(), False),
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+def _without_memory(leaf: Any) -> Any:
+    """The same tensor, at the same address, whose memory somebody else owns."""
+    if not isinstance(leaf, Tensor) or leaf.numel() == 0:
+        return leaf
+    words = torch.as_tensor(_Address(leaf), device=leaf.device).view(leaf.dtype)
+    return words.as_strided(leaf.shape, leaf.stride(), leaf.storage_offset())
 
 
 class CudaGraphs:

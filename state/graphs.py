@@ -1,7 +1,9 @@
 """Captured steps: the very step, recorded on the buffers, for the shapes that batches are padded to.
 
-A graph's key is the batch descriptor and the sampler's shape. What a key can not express (token constraints, more
-log-probabilities than were captured) runs eagerly: the same function on the same buffers, only launched from the host.
+A full graph's key is the batch descriptor, the sampler's shape and a number of steps. What a key can not express
+(token constraints, more log-probabilities than were captured) runs eagerly: the same function on the same buffers,
+only launched from the host. A key without a sampler stands for the graphs of the model's pieces, between which
+attention and all of sampling run eagerly.
 """
 
 import gc
@@ -17,21 +19,25 @@ from purestep.pure.errors import CaptureError
 from purestep.pure.models.model import Model
 from purestep.pure.padding import capture_layout
 from purestep.pure.record import record
+from purestep.pure.records.dispatch import BatchExecution, CUDAGraphMode
 from purestep.pure.records.inputs import BatchDescriptor
 from purestep.pure.records.layout import SamplerShape
 from purestep.pure.records.outputs import StepOutput
 from purestep.pure.records.params import Params
-from purestep.pure.step import step
+from purestep.pure.records.state import StepState
+from purestep.pure.step import unroll
 from purestep.state.buffers import PersistentBuffers, leaves
 from purestep.state.graph_api import Graph, GraphApi
+from purestep.state.pieces import CapturedPieces, Places, capture_pieces
 
 
 @record(static=True)
 class GraphKey:
-    """What a captured step was made for."""
+    """What was captured: steps with this sampler, or the model's pieces, which know nothing of sampling."""
 
     descriptor: BatchDescriptor
-    sampler: SamplerShape
+    sampler: SamplerShape | None
+    num_steps: int = 1
 
 
 @attrs.frozen
@@ -55,23 +61,25 @@ class CapturedSteps:
         self._kernels = kernels
         self._api = api
         self._graphs: dict[GraphKey, Graph] = {}
+        self._pieces: dict[GraphKey, CapturedPieces] = {}
+        self._places = Places()
         self._shapes: list[SamplerShape] = []  # those captured, the cheapest first
 
     def __contains__(self, key: GraphKey) -> bool:
-        return key in self._graphs
+        return key in self._graphs or key in self._pieces
 
     def __len__(self) -> int:
-        return len(self._graphs)
+        return len(self._graphs) + sum(map(len, self._pieces.values()))
 
     @property
     def keys(self) -> tuple[GraphKey, ...]:
         """What is captured, in the order of capture."""
-        return tuple(self._graphs)
+        return (*self._pieces, *self._graphs)
 
     def take(self, other: "CapturedSteps") -> None:
         """Have another's graphs, which are of the same step on the same storage; it has none afterwards."""
-        self._graphs, self._shapes = other._graphs, other._shapes
-        other._graphs, other._shapes = {}, []
+        self._graphs, self._pieces, self._shapes = other._graphs, other._pieces, other._shapes
+        other._graphs, other._pieces, other._shapes = {}, {}, []
 
     def capture(
         self, keys: Sequence[GraphKey], *, watch: Callable[[Iterable[GraphKey]], Iterable[GraphKey]] = iter
@@ -87,51 +95,77 @@ class CapturedSteps:
         begun, num_bytes = time.monotonic(), self._api.num_bytes()
         with _frozen_gc(), self._buffers.put_back():
             for key in watch(keys):
-                if key not in self._graphs:
-                    self._graphs[key] = self._api.capture(self._recorded(key))
+                if key in self:
+                    continue
+                state = self._state(key)
+                if key.sampler is None:
+                    self._pieces[key] = capture_pieces(
+                        self._model,
+                        self._params,
+                        state,
+                        kernels=self._kernels,
+                        api=self._api,
+                        places=self._places,
+                    )
+                else:
+                    self._graphs[key] = self._api.capture(self._recorded(state, key.num_steps))
                     self._shapes = sorted({*self._shapes, key.sampler}, key=_cost)
         seconds = time.monotonic() - begun
-        return CaptureReport(len(self._graphs), seconds, self._api.num_bytes() - num_bytes)
+        return CaptureReport(len(self), seconds, self._api.num_bytes() - num_bytes)
 
-    def covering(self, descriptor: BatchDescriptor, sampler: SamplerShape) -> GraphKey | None:
-        """The key of a captured step that runs this batch exactly, the least that does; None: run it eagerly.
+    def covering(
+        self, execution: BatchExecution, sampler: SamplerShape, *, num_steps: int = 1
+    ) -> GraphKey | None:
+        """The key of what was captured that runs this batch exactly, the least that does; None: run it eagerly.
 
         A sampler that computes more than a batch needs changes nothing for it: neutral parameters are identities.
         """
+        if execution.cudagraph_mode is CUDAGraphMode.PIECEWISE:
+            key = GraphKey(execution.descriptor, None)
+            return key if key in self._pieces and num_steps == 1 else None
         for shape in self._shapes:
             if covers(shape, sampler):
-                key = GraphKey(descriptor, shape)
+                key = GraphKey(execution.descriptor, shape, num_steps)
                 if key in self._graphs:
                     return key
         return None
 
-    def replay(self, key: GraphKey) -> StepOutput:
-        """Run the step of this key on what the buffers hold; its output lies in storage that the next replay reuses."""
+    def replay(self, key: GraphKey) -> tuple[StepOutput, ...]:
+        """Run the steps of this key on what the buffers hold; what they return lies where the next replay writes."""
         graph = self._graphs[key]
         graph.replay()
-        output: StepOutput = graph.result
-        return output
+        outputs: tuple[StepOutput, ...] = graph.result
+        return outputs
+
+    def pieces(self, key: GraphKey) -> CapturedPieces:
+        """The model's pieces, captured for this key's number of tokens."""
+        return self._pieces[key]
 
     def clear(self) -> None:
         """Drop every graph, and with them their memory."""
         self._graphs.clear()
+        self._pieces.clear()
+        self._places = Places()
         self._shapes = []
 
-    def _recorded(self, key: GraphKey) -> Callable[[], StepOutput]:
-        """The function to record: one step on the buffers, in a layout of nothing but padding."""
-        layout = capture_layout(key.descriptor, self._buffers.limits, sampler=key.sampler)
-        state = self._buffers.laid_out(layout)
+    def _state(self, key: GraphKey) -> StepState:
+        """The buffers, in a layout of nothing but padding."""
+        sampler = SamplerShape() if key.sampler is None else key.sampler
+        return self._buffers.laid_out(capture_layout(key.descriptor, self._buffers.limits, sampler=sampler))
 
-        def recorded() -> StepOutput:
+    def _recorded(self, state: StepState, num_steps: int) -> Callable[[], tuple[StepOutput, ...]]:
+        """The function to record: steps on the buffers."""
+
+        def recorded() -> tuple[StepOutput, ...]:
             with torch.no_grad():
-                after, output = step(self._model, self._params, state, kernels=self._kernels)
+                after, outputs = unroll(self._model, self._params, state, num_steps, kernels=self._kernels)
             for (name, old), (_, new) in zip(leaves(state), leaves(after), strict=True):
                 if old.data_ptr() != new.data_ptr():
                     raise CaptureError(
                         f"{name} came back in fresh storage ({new.nbytes:,} bytes): a graph would write there, and no "
                         "step would read it. Give kernels that donate, such as cuda_donating()"
                     )
-            return output
+            return outputs
 
         return recorded
 

@@ -1,8 +1,10 @@
-"""Progress of a call to `generate`."""
+"""Progress of a call to `generate`, and of capturing graphs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
 
 
 class Report(Protocol):
@@ -38,6 +40,16 @@ def progress(total: int, *, shown: bool) -> Iterator[Report]:
             bar.update(task, completed=finished, rate=num_tokens / elapsed if elapsed else 0.0)
 
         yield report
+
+
+def watched(items: Sequence[T], what: str, *, shown: bool) -> Iterable[T]:
+    """The items, with a bar of how many have been taken, on standard error."""
+    if not shown:
+        return items
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(items, what, console=Console(stderr=True), transient=True)
 
 
 def _silent(*, finished: int, tokens: int) -> None:

@@ -3,6 +3,8 @@
 What is not needed by every step does not belong here.
 """
 
+from collections.abc import Sequence
+
 import attrs
 import torch
 
@@ -13,7 +15,7 @@ from purestep.pure.models.model import Model, prepare_params
 from purestep.pure.record import replace
 from purestep.pure.records.params import Params
 from purestep.pure.records.plan import StepPlan
-from purestep.pure.step import step
+from purestep.pure.step import execute, sample, unroll
 from purestep.state.buffers import PersistentBuffers
 from purestep.state.graph_api import GraphApi
 from purestep.state.graphs import CapturedSteps, GraphKey
@@ -64,8 +66,8 @@ def run(
 ) -> tuple[Leased, Pending]:
     """Run one step on the buffers: the lease is consumed, the next one and the step's output come back.
 
-    With a `key`, the plan's batch is padded to its descriptor, and its graph is replayed. The plan is absorbed before,
-    by the same function as ever: a graph has no inbox, since a steady step brings nothing.
+    With a `key`, the plan's batch is padded to its descriptor, and its graphs are replayed. The plan is absorbed
+    before, by the same function as ever: a graph has no inbox, since a steady step brings nothing.
 
     An exception half-way leaves the buffers unusable until `buffers.lease()`, since part of them may be written.
 
@@ -73,26 +75,62 @@ def run(
         StaleStateError: the lease was consumed by another step.
         PlanBaseError: the plan starts from another batch than the state reflects; the lease stays good.
     """
+    leased, (pending,) = run_unrolled(bound, leased, (plan,), key=key)
+    return leased, pending
+
+
+def run_unrolled(
+    bound: BoundStep, leased: Leased, plans: Sequence[StepPlan], *, key: GraphKey | None = None
+) -> tuple[Leased, tuple[Pending, ...]]:
+    """Run one step for each plan, in one graph where a `key` of so many steps is given: as `run` in a loop.
+
+    Every plan but the first is for the batch as the step before leaves it, and brings the device nothing: rows that
+    stop on the way are frozen by it.
+
+    Raises:
+        StaleStateError, PlanBaseError: as `run`; the latter also for a plan, after the first, that brings something.
+    """
+    _check(bound, leased, plans)
+    num_steps = len(plans)
+    buffers, captured = bound.buffers, bound.captured
+    state = buffers.begin(leased.generation)
+    with torch.no_grad():
+        if not plans[0].inbox.is_empty:
+            state = replace(state, inbox=stage(plans[0].inbox, buffers.device))
+            state = buffers.place(absorb(state, kernels=bound.kernels))
+        if key is None:
+            state, outputs = unroll(bound.model, bound.prepared, state, num_steps, kernels=bound.kernels)
+        else:
+            assert captured is not None, "a key was given for a step without graphs"
+            if key.sampler is None:
+                call = captured.pieces(key).call
+                executed = execute(bound.model, bound.prepared, state, kernels=bound.kernels, call=call)
+                state, output = sample(executed, kernels=bound.kernels)
+                outputs = (output,)
+            else:
+                outputs = captured.replay(key)
+        pending = tuple(Pending(p.batch, output) for p, output in zip(plans, outputs, strict=True))
+    return buffers.adopt(state, plans[-1].batch), pending
+
+
+def _check(bound: BoundStep, leased: Leased, plans: Sequence[StepPlan]) -> None:
+    """Raise before anything is written if these plans can not be run on this lease."""
     if not leased.is_on(bound.buffers):
         raise StaleStateError(
             "this lease is on other buffers than the step is bound to: use the one they gave"
         )
     leased.value  # noqa: B018  # a stale lease is refused before its plan is judged
-    if plan.base is not leased.absorbed:
-        raise PlanBaseError(
-            f"the plan starts from a batch of {len(plan.base.row_of)} requests that is not the one which the state at "
-            f"step {leased.generation} reflects: make it with plan_step(batch, leased.absorbed)"
-        )
-    buffers = bound.buffers
-    state = buffers.begin(leased.generation)
-    with torch.no_grad():
-        if not plan.inbox.is_empty:
-            state = replace(state, inbox=stage(plan.inbox, buffers.device))
-            state = buffers.place(absorb(state, kernels=bound.kernels))
-        if key is None:
-            state, output = step(bound.model, bound.prepared, state, kernels=bound.kernels)
-        else:
-            assert bound.captured is not None, "a key was given for a step without graphs"
-            output = bound.captured.replay(key)
-        pending = Pending(plan.batch, output)
-    return buffers.adopt(state, plan.batch), pending
+    base = leased.absorbed
+    for i, plan in enumerate(plans):
+        if plan.base is not base:
+            raise PlanBaseError(
+                f"plan {i} starts from a batch of {len(plan.base.row_of)} requests that is not the one which the "
+                f"state at step {leased.generation + i} reflects: make it with plan_step(batch, leased.absorbed), and "
+                "a later one from the batch of the plan before it"
+            )
+        if i and plan.inbox.brings_data:
+            raise PlanBaseError(
+                f"plan {i} of {len(plans)} brings the device {len(plan.inbox.data)} words: unrolled steps take in the "
+                "first plan only; run this one in a step of its own"
+            )
+        base = plan.batch

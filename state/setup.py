@@ -10,17 +10,19 @@ from purestep.kernels.donating import donating
 from purestep.kernels.types import Kernels
 from purestep.pure.dispatch import capture_descriptors, dispatch_keys
 from purestep.pure.errors import InvalidParameterError
+from purestep.pure.graph_modes import has_pieces, resolve_cudagraph_mode
 from purestep.pure.models.model import Model
 from purestep.pure.records.batch import BatchLimits
-from purestep.pure.records.dispatch import CUDAGraphMode, DispatchConfig, DispatchKeys
+from purestep.pure.records.dispatch import AttentionCGSupport, CUDAGraphMode, DispatchConfig, DispatchKeys
 from purestep.pure.records.layout import SamplerShape
 from purestep.pure.records.params import Params
 from purestep.pure.records.queue import SchedulerConfig
 from purestep.state.buffers import PersistentBuffers
 from purestep.state.graph_api import GraphApi
-from purestep.state.graphs import GraphKey
+from purestep.state.graphs import CaptureReport, GraphKey
 from purestep.state.loading.load import load_model
 from purestep.state.loading.loaded import LoadedModel
+from purestep.state.progress import watched
 from purestep.state.run import BoundStep
 
 DEFAULT_KV_CACHE_BYTES = 512 * 2**20
@@ -43,6 +45,7 @@ class Sizes:
     )
     cudagraph_mode: CUDAGraphMode = CUDAGraphMode.FULL_DECODE_ONLY  # on a GPU
     capture_sizes: tuple[int, ...] | None = None  # numbers of tokens; None: up to max_num_reqs
+    capture_progress: bool = True  # a bar while graphs are captured
 
     def __attrs_post_init__(self) -> None:
         for name in (
@@ -140,13 +143,24 @@ def scheduler_config(limits: BatchLimits, sizes: Sizes, *, steps_ahead: int) -> 
     )
 
 
-def dispatch_keys_of(limits: BatchLimits, sizes: Sizes) -> DispatchKeys:
-    """The graphs that batches are dispatched to: decode batches of 1, 2, 4 and multiples of 8 requests by default."""
+def dispatch_keys_of(model: Model, limits: BatchLimits, sizes: Sizes) -> DispatchKeys:
+    """The graphs that batches are dispatched to, of 1, 2, 4 and multiples of 8 tokens up to max_num_reqs by default.
+
+    Raises:
+        CUDAGraphModeError: a mode that the model does not allow.
+        CaptureSizeError: capture sizes that are not ascending.
+    """
     default = tuple(n for n in (1, 2, 4, *range(8, limits.max_num_reqs + 8, 8)) if n <= limits.max_num_reqs)
     capture_sizes = (
         tuple(sorted({*default, limits.max_num_reqs})) if sizes.capture_sizes is None else sizes.capture_sizes
     )
-    return dispatch_keys(DispatchConfig(capture_sizes, limits.max_num_reqs), sizes.cudagraph_mode)
+    mode, config = resolve_cudagraph_mode(
+        sizes.cudagraph_mode,
+        DispatchConfig(capture_sizes, limits.max_num_reqs),
+        support=[AttentionCGSupport.ALWAYS],  # all of our kernels take any batch
+        pieces=has_pieces(model),
+    )
+    return dispatch_keys(config, mode)
 
 
 GREEDY_SHAPE = SamplerShape()
@@ -154,14 +168,12 @@ RANDOM_SHAPE = SamplerShape(random=True, truncated=True)
 
 
 def graph_keys(keys: DispatchKeys) -> list[GraphKey]:
-    """What is captured before the first step: every full graph, largest first, greedy and random."""
-    full = [
-        d
-        for mode, descriptors in capture_descriptors(keys)
-        if mode is CUDAGraphMode.FULL
-        for d in descriptors
-    ]
-    return [GraphKey(descriptor, shape) for descriptor in full for shape in (RANDOM_SHAPE, GREEDY_SHAPE)]
+    """What is captured before the first step: pieces, then full graphs, greedy and random; the largest first."""
+    found = []
+    for mode, descriptors in capture_descriptors(keys):
+        shapes = (None,) if mode is CUDAGraphMode.PIECEWISE else (RANDOM_SHAPE, GREEDY_SHAPE)
+        found += [GraphKey(descriptor, shape) for descriptor in descriptors for shape in shapes]
+    return found
 
 
 def bind(
@@ -187,3 +199,12 @@ def cuda_kernels() -> Kernels:
     from purestep.kernels.triton import cuda_donating
 
     return cuda_donating()
+
+
+def capture(bound: BoundStep, keys: DispatchKeys, *, progress: bool) -> CaptureReport | None:
+    """Capture what batches are dispatched to; None: this step has no graphs."""
+    if bound.captured is None:
+        return None
+    return bound.captured.capture(
+        graph_keys(keys), watch=lambda found: watched(list(found), "capturing", shown=progress)
+    )

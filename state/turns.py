@@ -139,9 +139,9 @@ class Turns:
         if captured is None:
             return batch, None
         execution = determine_batch_execution_and_padding(self._dispatch_keys, batch.layout.bounds)
-        if execution.cudagraph_mode is not CUDAGraphMode.FULL:
+        if execution.cudagraph_mode is CUDAGraphMode.NONE:
             return batch, None
-        key = captured.covering(execution.descriptor, batch.layout.bounds.sampler)
+        key = captured.covering(execution, batch.layout.bounds.sampler)
         if key is None:
             return batch, None
         return pad_batch(batch, execution.descriptor, before=absorbed.layout), key

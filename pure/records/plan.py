@@ -43,7 +43,12 @@ class Inbox:
     @property
     def is_empty(self) -> bool:
         """Whether absorbing it changes nothing."""
-        return self.bounds is None and not self.has_constraints and self.shape == InboxShape()
+        return self.bounds is None and not self.brings_data
+
+    @property
+    def brings_data(self) -> bool:
+        """Whether it changes a tensor of the state; bounds alone are facts of the host."""
+        return self.has_constraints or self.shape != InboxShape()
 
     def to(self, device: torch.device | str) -> "Inbox":
         """The same record with tensors, which share no memory with the arrays of the host."""

@@ -136,18 +136,36 @@ def _plain(params: SamplingParams) -> SamplingParams:
     return replace(params, **changes, **{name: float(getattr(params, name)) for name in real})
 
 
-def validate(params: SamplingParams, vocab_size: int, max_model_len: int) -> None:
+def validate(
+    params: SamplingParams,
+    vocab_size: int,
+    max_model_len: int,
+    *,
+    eos_token_ids: tuple[int, ...] = (),
+    req_id: str | None = None,
+) -> None:
     """Refuse parameters outside their domain, for a model with so many token ids and so long a context.
+
+    With the model's end-of-sequence ids, which min_tokens forbids too, parameters that leave no token at all are
+    refused as well. A `req_id` is named in what is raised.
 
     Raises: InvalidParameterError naming the parameter, its value and what is allowed.
     """
-    _validate_numbers(params)
-    _validate_counts(params, vocab_size, max_model_len)
-    _validate_ids(params, vocab_size)
-    if params.logprobs_mode not in LOGPROBS_MODES:
-        raise _refusal("logprobs_mode", params.logprobs_mode, f"one of {', '.join(LOGPROBS_MODES)}")
-    if not all(isinstance(text, str) and text for text in params.stop):
-        raise _refusal("stop", params.stop, "strings that are not empty")
+    try:
+        if not isinstance(params, SamplingParams):
+            raise _refusal("sampling_params", params, "SamplingParams")
+        _validate_numbers(params)
+        _validate_counts(params, vocab_size, max_model_len)
+        _validate_ids(params, vocab_size)
+        _validate_choice(params, vocab_size, eos_token_ids)
+        if params.logprobs_mode not in LOGPROBS_MODES:
+            raise _refusal("logprobs_mode", params.logprobs_mode, f"one of {', '.join(LOGPROBS_MODES)}")
+        if not all(isinstance(text, str) and text for text in params.stop):
+            raise _refusal("stop", params.stop, "strings that are not empty")
+    except InvalidParameterError as error:
+        if req_id is None:
+            raise
+        raise InvalidParameterError(f"request {req_id!r}: {error}") from None
 
 
 def _refusal(name: str, value: object, allowed: str) -> InvalidParameterError:
@@ -219,8 +237,14 @@ def _validate_ids(params: SamplingParams, vocab_size: int) -> None:
         raise _refusal("bad_words_token_ids", params.bad_words_token_ids, "words of one id at least")
     if allowed == ():
         raise _refusal("allowed_token_ids", allowed, "None (all) or one id at least")
-    if allowed is not None:
-        banned = {word[0] for word in params.bad_words_token_ids if len(word) == 1}
-        banned |= set(params.stop_token_ids if params.min_tokens > 0 else ())
-        if banned.issuperset(allowed):
-            raise _refusal("allowed_token_ids", allowed, "more than what bad words and min_tokens forbid")
+
+
+def _validate_choice(params: SamplingParams, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+    """Some token must be left to choose."""
+    banned = {word[0] for word in params.bad_words_token_ids if len(word) == 1}
+    if params.min_tokens > 0:
+        banned.update(params.stop_token_ids, (token for token in eos_token_ids if 0 <= token < vocab_size))
+    allowed = params.allowed_token_ids
+    if len(banned) >= vocab_size if allowed is None else banned.issuperset(allowed):
+        forbidding = "more than what bad words forbid and, until min_tokens, stop ids and the model's end"
+        raise _refusal("allowed_token_ids", allowed, forbidding)

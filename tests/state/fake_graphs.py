@@ -27,6 +27,13 @@ class FakeGraph:
                 if isinstance(place, Tensor):
                     place.copy_(value)
 
+    def disown(self) -> None:
+        """As if others might write there from now on: what was captured is gone, and the next replay brings it."""
+        with torch.no_grad():
+            for place in pytree.tree_leaves(self.result):
+                if isinstance(place, Tensor):
+                    place.fill_(float("nan") if place.is_floating_point() else -1)
+
 
 class FakeGraphs:
     """Captures by calling."""

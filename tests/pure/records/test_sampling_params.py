@@ -100,6 +100,50 @@ def test_something_must_stay_allowed() -> None:
         validate(replace(params, min_tokens=1), VOCAB, MAX_LEN)
 
 
+FEW = st.lists(st.integers(0, 2), max_size=3, unique=True)
+
+
+@given(
+    allowed=st.none() | FEW.filter(bool),
+    words=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=2), max_size=3),
+    stops=FEW,
+    ends=st.lists(st.sampled_from([0, 1, 2, -1, 3, 7]), max_size=3),
+    min_tokens=st.integers(0, 1),
+    ignore_eos=st.booleans(),
+)
+def test_a_choice_is_left_or_the_request_is_refused(
+    allowed: list[int] | None,
+    words: list[list[int]],
+    stops: list[int],
+    ends: list[int],
+    min_tokens: int,
+    ignore_eos: bool,
+) -> None:
+    """Of three tokens: what is allowed, without one-token bad words and, until min_tokens, whatever ends a request."""
+    params = SamplingParams(
+        allowed_token_ids=allowed,
+        bad_words_token_ids=words,
+        stop_token_ids=stops,
+        min_tokens=min_tokens,
+        ignore_eos=ignore_eos,
+    )
+    left = {0, 1, 2} if allowed is None else set(allowed)
+    left -= {word[0] for word in words if len(word) == 1}
+    left -= {*stops, *ends} if min_tokens else set()
+    if left:
+        validate(params, 3, MAX_LEN, eos_token_ids=tuple(ends))
+    else:
+        with pytest.raises(InvalidParameterError, match=r"^request 'r': allowed_token_ids must be more than"):
+            validate(params, 3, MAX_LEN, eos_token_ids=tuple(ends), req_id="r")
+
+
+def test_parameters_of_another_kind_are_refused(unchecked_records: None) -> None:
+    """None, or another library's parameters."""
+    for params in (None, {"temperature": 0.5}):
+        with pytest.raises(InvalidParameterError, match="sampling_params must be SamplingParams"):
+            validate(params, VOCAB, MAX_LEN)  # type: ignore[arg-type]
+
+
 def test_lists_are_kept_as_tuples() -> None:
     """Any form of list, a mapping of biases and a single stop string are taken; the record stays hashable."""
     params = SamplingParams(

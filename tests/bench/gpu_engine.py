@@ -61,6 +61,11 @@ TARGETS = {  # milliseconds a step
     "1B": {1: 0.78, 8: 0.90, 64: 1.50, 256: 3.50},
     "8B": {1: 4.00, 8: 4.30, 64: 6.60, 256: 15.9},
 }
+PREFILL = {  # tokens per second: what the matrix products allow, and the target
+    "0.6B": (640_000, 380_000),
+    "1B": (343_000, 280_000),
+    "8B": (46_000, 42_100),
+}
 SAMPLING: dict[str, dict[str, Any]] = {
     "decode": {"temperature": 0.0},
     "sampled": {"temperature": 0.8, "top_k": 50, "top_p": 0.95, "seed": 1},
@@ -158,6 +163,37 @@ def decode_rows(name: str, model: Model, params: Params, batches: list[int]) -> 
     return rows
 
 
+def prefill_row(name: str, model: Model, params: Params) -> dict[str, Any]:
+    """Prompt tokens per second of 16 prompts of 2048 tokens, one output token each, nothing cached; median of 5."""
+    config, batch, length = SHAPES[name], 16, 2048
+    per_token = sum(2 * k.num_kv_heads * k.head_dim * 2 for k in model.kv_layers)
+    engine = Engine(
+        (model, params),
+        dtype=torch.bfloat16,
+        device="cuda",
+        kv_cache_bytes=per_token * (batch * (length + 64) + 4096),
+        max_model_len=length + 64,
+        max_num_reqs=batch,
+        max_num_batched_tokens=8192,
+        enable_prefix_caching=False,
+        capture_sizes=(batch,),
+    )
+    sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+    generator, times = torch.Generator().manual_seed(0), []
+    with engine:
+        for _ in range(6):
+            prompts = torch.randint(config.vocab_size, (batch, length), generator=generator).tolist()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            engine.generate(prompts, sampling, progress=False)
+            times.append(time.perf_counter() - start)
+    tok_s = batch * length / statistics.median(times[1:])
+    row = {"bench": "prefill", "shape": name, "batch": batch, "tok_s": tok_s, "level": "engine"}
+    row |= {"ceiling": PREFILL[name][0], "target": PREFILL[name][1]}
+    print(f"prefill  {name:5} x {batch:<4} {tok_s:10,.0f} tokens/s  target {row['target']:,}", flush=True)
+    return row
+
+
 def decode_ms(engine: Engine, prompts: list[list[int]], sampling: dict[str, Any]) -> float:
     """Milliseconds of one decode step, scheduling and output processing included."""
     times: dict[int, list[float]] = {32: [], 160: []}
@@ -192,6 +228,7 @@ def main() -> int:
     for name in options.shapes:
         model = llama(SHAPES[name])
         params = random_params(SHAPES[name], seed=0, dtype=torch.bfloat16, device="cuda")
+        rows.append(prefill_row(name, model, params))
         rows += decode_rows(name, model, params, options.batches)
         del params
         torch.cuda.empty_cache()

@@ -1,0 +1,277 @@
+"""Buffers and graphs on this GPU: what must hold, and what it costs.
+
+    PYTHONPATH=.ci/src:.ci/test python -P tests/bench/gpu_graphs.py OUT.json [--device cpu]
+
+Every graph mode gives the CPU's tokens; unrolled steps are single steps, bit by bit; a kernel that returns fresh KV is
+refused at capture; a steady step uploads nothing and waits for nothing, as a profiler counts; closing the engine
+returns its memory. With `--device cpu` all but what only a GPU has runs on a stand-in. The exit status is 1 if
+something does not hold.
+"""
+
+import argparse
+import datetime
+import gc
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from purestep.kernels.donating import donating
+from purestep.kernels.reference import reference
+from purestep.kernels.types import Kernels
+from purestep.pure.errors import CaptureError
+from purestep.pure.models.initialize import random_params, tiny_config
+from purestep.pure.models.llama import llama
+from purestep.pure.plan import plan_step
+from purestep.pure.record import replace
+from purestep.pure.records.dispatch import CUDAGraphMode
+from purestep.pure.records.params import Params
+from purestep.pure.records.sampling_params import SamplingParams
+from purestep.pure.scheduler import schedule
+from purestep.pure.update import update_states
+from purestep.state.engine import Engine
+from purestep.state.graph_api import CudaGraphs, GraphApi
+from purestep.state.graphs import GraphKey
+from purestep.state.run import run, run_unrolled
+from purestep.state.setup import cuda_kernels
+from tests.state.fake_graphs import FakeGraphs
+
+CONFIG = tiny_config(vocab_size=512, hidden_size=128, num_layers=4, max_position_embeddings=512)
+MODEL, PARAMS = llama(CONFIG), random_params(CONFIG, seed=1, std=0.3)
+SIZES: dict[str, Any] = {
+    "kv_cache_bytes": 2**24,
+    "max_model_len": 400,
+    "max_num_reqs": 16,
+    "max_num_batched_tokens": 96,
+    "capture_progress": False,
+}
+LENGTHS = (1, 7, 33, 64, 100, 129, 5, 16, 250, 3, 3)
+SAMPLINGS = {
+    "greedy": SamplingParams(temperature=0.0, max_tokens=40),
+    "random": SamplingParams(seed=5, top_k=20, top_p=0.9, n=2, max_tokens=40),
+    "penalties": SamplingParams(
+        seed=5, repetition_penalty=1.2, frequency_penalty=0.3, max_tokens=40, logprobs=3
+    ),
+}
+MODES: dict[str, dict[str, Any]] = {
+    "none": {"cudagraph_mode": CUDAGraphMode.NONE},
+    "full decode only": {"cudagraph_mode": CUDAGraphMode.FULL_DECODE_ONLY},
+    "full": {"cudagraph_mode": CUDAGraphMode.FULL, "capture_sizes": (1, 4, 8, 16, 32, 64, 96)},
+    "piecewise": {"cudagraph_mode": CUDAGraphMode.PIECEWISE, "capture_sizes": (1, 4, 8, 16, 32, 64, 96)},
+    "full and piecewise": {
+        "cudagraph_mode": CUDAGraphMode.FULL_AND_PIECEWISE,
+        "capture_sizes": (1, 2, 4, 8, 16, 32, 64, 96),
+    },
+}
+Row = dict[str, Any]
+
+
+class Device:
+    """Where everything runs, and what stands in for it."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.is_gpu = name, name == "cuda"
+        self.params = Params(pytree.tree_map(lambda leaf: leaf.to(name), PARAMS.tree))
+        self.kernels: Kernels = cuda_kernels() if self.is_gpu else donating
+
+    def graph_api(self) -> GraphApi:
+        return CudaGraphs(torch.device(self.name)) if self.is_gpu else FakeGraphs()
+
+    def engine(self, **changes: Any) -> Engine:
+        settings = {"device": self.name, "kernels": self.kernels, "graph_api": self.graph_api()} | SIZES
+        return Engine((MODEL, self.params), **(settings | changes))
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(512, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+def tokens(engine: Engine, params: SamplingParams) -> list[Any]:
+    return [[o.token_ids for o in r.outputs] for r in engine.generate(prompts(), params, progress=False)]
+
+
+def modes(device: Device) -> Iterator[Row]:
+    """Tokens of every graph mode, 0 to 2 steps ahead, against the CPU's."""
+    for name, params in SAMPLINGS.items():
+        with Engine((MODEL, PARAMS), **SIZES) as engine:
+            expected = tokens(engine, params)
+        for mode, settings in MODES.items():
+            for ahead in (0, 1, 2):
+                with device.engine(steps_ahead=ahead, **settings) as engine:
+                    holds = tokens(engine, params) == expected
+                yield {"what": f"{name}, {mode}, {ahead} ahead: the tokens of the CPU", "holds": holds}
+
+
+def decoding(device: Device, params: SamplingParams, num_reqs: int = 8) -> Engine:
+    """An engine whose requests are behind their prefill."""
+    engine = device.engine(steps_ahead=1, block_horizon=64)
+    for i in range(num_reqs):
+        engine.add_request(str(i), prompts()[i], params)
+    for _ in range(8):
+        engine.step()
+    return engine
+
+
+def begun(engine: Engine, num_steps: int, *, key: GraphKey | None = None) -> list[Any]:
+    """Steps begun one after another on the engine's buffers (as one, with a key of so many), behind its back."""
+    turns = engine._turns
+    queue, batch, leased = turns.now.queue, turns.now.batch, turns.now.leased
+    plans, absorbed, pending = [], leased.absorbed, []
+    for _ in range(num_steps):
+        queue, output = schedule(queue)
+        batch = update_states(batch, output)
+        padded, own = turns._dispatched(batch, absorbed)
+        assert own is not None
+        plans.append(plan_step(padded, absorbed))
+        if key is None:
+            leased, result = run(turns.bound, leased, plans[-1], key=own)
+            pending.append(result)
+        absorbed = padded
+    if key is not None:
+        leased, pending = run_unrolled(turns.bound, leased, plans, key=key)
+    state = leased.value
+    leaves = (state.ledger.table, state.token_ids[:-1], *(kv[1:] for kv in state.kv))
+    return [[p.result().sampled_token_ids.tolist() for p in pending], [leaf.cpu().clone() for leaf in leaves]]
+
+
+def unrolled(device: Device) -> Iterator[Row]:
+    """Eight steps in one graph against eight replays: outputs and every leaf of the state, bit by bit."""
+    for name in ("greedy", "random"):
+        params = replace(SAMPLINGS[name], max_tokens=40, n=1)
+        results = []
+        for num_steps in (1, 8):
+            engine = decoding(device, params)
+            turns = engine._turns
+            _, output = schedule(turns.now.queue)
+            _, key = turns._dispatched(update_states(turns.now.batch, output), turns.now.leased.absorbed)
+            assert key is not None
+            if num_steps > 1:
+                key = replace(key, num_steps=num_steps)
+                turns.bound.captured.capture([key])
+                results.append(begun(engine, 8, key=key))
+            else:
+                results.append(begun(engine, 8))
+            engine.close()
+        (one, leaves), (many, others) = results
+        holds = one == many and all(torch.equal(a, b) for a, b in zip(leaves, others, strict=True))
+        yield {"what": f"{name}: 8 unrolled steps are 8 steps, bit by bit", "holds": holds}
+
+
+def refusal(device: Device) -> Iterator[Row]:
+    """A kernel that returns fresh KV."""
+    try:
+        device.engine(kernels=replace(device.kernels, attend=reference.attend)).close()
+        message = ""
+    except CaptureError as error:
+        message = str(error)
+    yield {
+        "what": "fresh KV is refused at capture with its size",
+        "holds": "bytes" in message,
+        "says": message,
+    }
+
+
+def uploads(device: Device, num_steps: int = 128, horizon: int = 64) -> Iterator[Row]:
+    """Copies to the device and waits in steady decode, as the profiler counts them."""
+    if not device.is_gpu:
+        return
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    params = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
+    with device.engine(
+        steps_ahead=1, block_horizon=horizon, max_num_reqs=256, kv_cache_bytes=2**28
+    ) as engine:
+        for i in range(256):
+            engine.add_request(str(i), [1, 2, 3, i], params)
+        for _ in range(40):
+            engine.step()
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+            with record_function("steps"):
+                for _ in range(num_steps):
+                    engine.step()
+            torch.cuda.synchronize()
+    events = recorded.events()
+    span = next(event.time_range for event in events if event.name == "steps")
+    names = [e.name for e in events if span.start <= e.time_range.start < span.end]
+    up = sum("HtoD" in event.name for event in events)
+    down = sum("DtoH" in event.name for event in events)
+    syncs = sum(name in ("cudaDeviceSynchronize", "cudaStreamSynchronize") for name in names)
+    waits = sum(name == "cudaEventSynchronize" for name in names)
+    yield {
+        "what": f"{num_steps} steady steps at 256 rows, horizon {horizon}",
+        "uploads": up,
+        "downloads": down,
+        "stream_or_device_synchronizations": syncs,
+        "event_waits_for_the_step_before": waits,
+        "holds": up <= -(-num_steps // horizon) and syncs == 0,
+    }
+
+
+def memory(device: Device) -> Iterator[Row]:
+    """What the allocator holds before an engine and after it, closed or only dropped."""
+    if not device.is_gpu:
+        return
+
+    def used() -> tuple[int, int]:
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+
+    ends: dict[str, Callable[[Engine], None]] = {
+        "closing": lambda engine: engine.close(),
+        "dropping": lambda _: None,
+    }
+    with device.engine() as engine:
+        for params in SAMPLINGS.values():  # handles and workspaces of libraries
+            engine.generate(prompts(), params, progress=False)
+    del engine
+    for name, end in ends.items():
+        for mode, settings in MODES.items():
+            before = used()
+            engine = device.engine(**settings)
+            engine.generate(prompts(), SAMPLINGS["random"], progress=False)
+            between = used()
+            end(engine)
+            if name == "dropping":
+                del engine
+            after = used()
+            yield {
+                "what": f"{name} the engine returns its memory ({mode})",
+                "allocated": [before[0], between[0], after[0]],
+                "reserved": [before[1], between[1], after[1]],
+                "holds": after[0] <= before[0] and after[1] <= before[1],
+            }
+
+
+CHECKS = (modes, unrolled, refusal, uploads, memory)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--device", default="cuda")
+    options = parser.parse_args()
+    device = Device(options.device)
+    rows = []
+    for check in CHECKS:
+        for row in check(device):
+            rows.append({"bench": "graphs"} | row)
+            print("ok  " if row["holds"] else "BAD ", row, flush=True)
+    about: Row = {"versions": {"torch": torch.__version__}, "date": datetime.date.today().isoformat()}
+    if device.is_gpu:
+        import triton
+
+        about["versions"] |= {"triton": triton.__version__, "device": torch.cuda.get_device_name()}
+    options.out.write_text(json.dumps([row | about for row in rows], indent=1) + "\n")
+    return int(not all(row["holds"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

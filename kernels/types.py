@@ -55,7 +55,9 @@ class Function(Protocol):
 class Kernels:
     """One set of kernels. Every function is defined, with shapes, by its namesake in `kernels/reference`."""
 
-    # layout
+    # the ends of a step; each is given the set itself first, and is defined by the set's other functions
+    lay_out: Function  # (kernels, row_of_index, query_start_loc, ledger, token_ids, ...) -> inputs
+    advance: Function  # (kernels, ledger, token_ids, row_of_index, ...) -> ledger, token_ids, ...; donates both
     ragged_index: Function  # (query_start_loc, num_tokens) -> index, offset
     # state leaves
     write: Function  # (table, indices, values) -> table; donates table
@@ -67,11 +69,17 @@ class Kernels:
     linear: Function  # (x, weight, bias) -> y
     rms_norm: Function  # (x, weight, eps) -> y
     add_rms_norm: Function  # (x, residual, weight, eps) -> y, x + residual
+    angles: Function  # (positions, head_dim, theta, scaling, dtype) -> cos, sin
     rotate: Function  # (q, k, cos, sin) -> q, k
     silu_and_mul: Function  # (gate_up) -> silu(gate) * up
     attend: Attend
+    # parts of a layer in one pass; each is given the set itself first, and is defined by the set's other functions
+    norm_linear: Function  # (kernels, x, residual, gain, eps, weight, bias) -> linear of the norm, x + residual
+    norm_gate_up: Function  # (kernels, x, residual, gain, eps, weight) -> silu(gate) * up of it, x + residual
+    attend_qkv: Function  # (kernels, qkv, kv, ...) -> out, kv: normed and turned heads attend; donates kv
     # sampling
     uniforms: Function  # (seed, stream, output_index, purpose, width) -> float32 [reqs, width] in (0, 1)
+    apply_grammar_bitmask: Function  # (logits, bitmask, mask_of_row) -> logits
     allow_only: Function  # (logits, row_mask, index, ids) -> logits
     ban_bad_words: Function  # (logits, history, prompt_lengths, lengths, index, words) -> logits
     ban_tokens: Function  # (logits, ids, active) -> logits

@@ -10,68 +10,90 @@ from purestep.kernels.types import Kernels
 from purestep.pure.record import replace
 from purestep.pure.records.layout import Layout
 from purestep.pure.records.plan import Inbox, InboxShape
-from purestep.pure.records.sampling_rows import NUM_COLUMNS, SamplingRows
+from purestep.pure.records.sampling_rows import NUM_FLOATS, NUM_WORDS, SamplingRows
 from purestep.pure.records.state import NUM_HOST_COLUMNS, Ledger, StepState
 
 
 def absorb(state: StepState, *, kernels: Kernels) -> StepState:
     """The state with its inbox taken in and emptied; with nothing in it, the same object.
 
-    Blocks are zeroed first and copied second, so that a copy may fill a fresh block before the step writes behind
-    it. Absorbing the plan of a to b and then that of b to c equals absorbing that of a to c.
+    Rows are forked before anything is written. Blocks are zeroed first and copied second, so that a copy may fill a
+    fresh block before the step writes behind it. Absorbing the plan of a to b and then that of b to c equals
+    absorbing that of a to c.
     """
     inbox = state.inbox
     if inbox.is_empty:
         return state
-    layout, ledger, sampling, tokens, blocks, copies, zeros = _sections(inbox)
+    layout, ledger, sampling, tokens, rooms, blocks, copies, zeros, forks = _sections(inbox)
     write = kernels.write
-    table = state.ledger.table
+    table, token_ids = state.ledger.table, state.token_ids
+    if len(forks):
+        columns = torch.arange(NUM_HOST_COLUMNS, device=table.device)[:, None]
+        table = write(table, (columns, forks[None, :, 1]), table[:NUM_HOST_COLUMNS, forks[:, 0]])
+        token_ids = write(token_ids, (forks[:, 1],), token_ids[forks[:, 0]])
     if len(ledger):
         columns = torch.arange(NUM_HOST_COLUMNS, device=table.device)
         table = write(table, (columns, ledger[:, :1]), ledger[:, 1:])
-    rows = state.sampling.table
-    if len(sampling):
-        rows = write(rows, (sampling[:, 0],), sampling[:, 1:])
-    token_ids = state.token_ids
     if len(tokens):
         token_ids = write(token_ids, (tokens[:, 0], tokens[:, 1]), tokens[:, 2])
+    room = state.room
+    if len(rooms):
+        room = write(room, (rooms[:, 0],), rooms[:, 1])
     block_tables = state.block_tables
     if blocks:
         pairs = zip(block_tables, blocks, strict=True)
         block_tables = tuple(write(t, (b[:, 0], b[:, 1]), b[:, 2]) for t, b in pairs)
-    constraints = inbox.constraints if inbox.has_constraints else state.sampling.constraints
     return replace(
         state,
         ledger=Ledger(table),
         kv=_prepared_blocks(state, zeros, copies, kernels),
         token_ids=token_ids,
         block_tables=block_tables,
-        sampling=SamplingRows(rows, constraints),
+        room=room,
+        sampling=_sampling(state.sampling, inbox, sampling, kernels),
         layout=_layout(state.layout, inbox, layout),
         inbox=Inbox(inbox.data[:0], InboxShape()),
     )
 
 
-def _sections(inbox: Inbox) -> tuple[Any, ...]:
-    """The packed words as one view per section, in the order of InboxShape's fields."""
-    shape = inbox.shape
+def _views(words: Tensor, shape: InboxShape) -> list[Tensor]:
+    """The packed words as one view [entries, words of an entry] per section, in the order of InboxShape's fields."""
     layout = [(0 if shape.layout is None else 2 * shape.layout + 1, 1)]
     ledger = [(shape.ledger, 1 + NUM_HOST_COLUMNS)]
-    sampling = [(shape.sampling, 1 + NUM_COLUMNS)]
-    tokens = [(shape.tokens, 3)]
+    sampling = [(shape.sampling, 1 + NUM_WORDS)]
+    tokens, rooms = [(shape.tokens, 3)], [(shape.rooms, 2)]
     blocks, copies = [(n, 3) for n in shape.blocks], [(n, 2) for n in shape.copies]
-    zeros = [(n, 1) for n in shape.zeros]
-    sizes = layout + ledger + sampling + tokens + blocks + copies + zeros
-    words = inbox.data.split([count * width for count, width in sizes])
-    views = [part.view(count, width) for part, (count, width) in zip(words, sizes, strict=True)]
-    after_blocks = 4 + len(blocks)
-    after_copies = after_blocks + len(copies)
+    zeros, forks = [(n, 1) for n in shape.zeros], [(shape.forks, 2)]
+    sizes = layout + ledger + sampling + tokens + rooms + blocks + copies + zeros + forks
+    parts = torch.split(words, [count * width for count, width in sizes])
+    return [part.view(count, width) for part, (count, width) in zip(parts, sizes, strict=True)]
+
+
+def _sections(inbox: Inbox) -> tuple[Any, ...]:
+    """The views, those of KV groups together."""
+    views, shape = _views(inbox.data, inbox.shape), inbox.shape
+    after_blocks = 5 + len(shape.blocks)
+    after_copies = after_blocks + len(shape.copies)
     return (
         views[0][:, 0],
-        *views[1:4],
-        tuple(views[4:after_blocks]),
+        *views[1:5],
+        tuple(views[5:after_blocks]),
         tuple(views[after_blocks:after_copies]),
-        tuple(view[:, 0] for view in views[after_copies:]),
+        tuple(view[:, 0] for view in views[after_copies:-1]),
+        views[-1],
+    )
+
+
+def _sampling(old: SamplingRows, inbox: Inbox, entries: Tensor, kernels: Kernels) -> SamplingRows:
+    """The sampling rows with these entries: (row, bits of floats, integers)."""
+    constraints = inbox.constraints if inbox.has_constraints else old.constraints
+    if inbox.floats is None:
+        return SamplingRows(old.floats, old.table, constraints)
+    rows, floats = (entries[:, 0],), _views(inbox.floats, inbox.shape)[2]
+    return SamplingRows(
+        floats=kernels.write(old.floats, rows, floats[:, 1 : 1 + NUM_FLOATS]),
+        table=kernels.write(old.table, rows, entries[:, 1 + NUM_FLOATS :]),
+        constraints=constraints,
     )
 
 

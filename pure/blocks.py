@@ -71,16 +71,17 @@ def allocate(pool: BlockPool, num_blocks: int) -> tuple[BlockPool, Ids]:
 
 
 def retain(pool: BlockPool, ids: Sequence[int] | Ids) -> BlockPool:
-    """The pool with one more holder for each of these blocks, which are held or idle and named once each."""
+    """The pool with one more holder for each mention of these blocks, which are held or idle."""
     ids = np.asarray(ids, np.int32)
     if not len(ids):
         return pool
-    before = pool.refcounts[ids]
-    idle = ids[before == 0]
+    distinct, mentions = np.unique(ids, return_counts=True)
+    before = pool.refcounts[distinct]
+    idle = distinct[before == 0]
     assert (pool.idle_at[idle] >= 0).all(), "a free block was retained"
     return replace(
         pool,
-        refcounts=pool.refcounts.with_items(ids, before + 1),
+        refcounts=pool.refcounts.with_items(distinct, before + mentions.astype(np.int32)),
         idle_at=pool.idle_at.with_items(idle, _never(idle)),
         num_idle=pool.num_idle - len(idle),
     )
@@ -148,6 +149,24 @@ def withdraw(pool: BlockPool, ids: Sequence[int] | Ids) -> BlockPool:
         pool,
         block_of=pool.block_of.without(key for _, key in cached),
         key_of=pool.key_of.without(block for block, _ in cached),
+    )
+
+
+def forget(pool: BlockPool) -> BlockPool:
+    """The pool with an empty prefix cache: idle blocks are free, held ones stay held."""
+    entries = pool.idle[pool.idle_head :]
+    live = entries[pool.idle_at[entries] == np.arange(pool.idle_head, len(pool.idle))]
+    num_blocks, num_shards = len(pool.refcounts), len(pool.block_of.shards)
+    return BlockPool(
+        refcounts=pool.refcounts,
+        free=Tape.of(np.concatenate([pool.free[pool.free_head :], live])),
+        free_head=0,
+        idle=Tape.of(),
+        idle_head=0,
+        idle_at=Column.make(num_blocks, -1),
+        num_idle=0,
+        block_of=Map.make_empty(num_shards),
+        key_of=Map.make_empty(num_shards),
     )
 
 

@@ -1,13 +1,14 @@
 """Where a SchedulerOutput contradicts the batch that it is applied to: checked whole, before anything is laid out."""
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from purestep.pure.errors import SchedulerOutputError
-from purestep.pure.records.batch import InputBatch
-from purestep.pure.records.scheduler_output import SchedulerOutput
+from purestep.pure.records.batch import Holders, InputBatch
+from purestep.pure.records.scheduler_output import NewRequestData, SchedulerOutput
 
 
 def check_ids(output: SchedulerOutput) -> None:
@@ -38,8 +39,26 @@ def check_ids(output: SchedulerOutput) -> None:
         )
 
 
-def check_block_orders(batch: InputBatch, output: SchedulerOutput) -> None:
+def check_supported(new: NewRequestData) -> None:
+    """A new request brings nothing that no stage reads.
+
+    Raises:
+        SchedulerOutputError: otherwise.
+    """
+    brought = [name for name in ("pooling_params", "prompt_embeds") if getattr(new, name) is not None]
+    brought += ["mm_features"] if len(new.mm_features) else []
+    brought += [] if all(new.prompt_is_token_ids or ()) else ["prompt_is_token_ids"]
+    if brought:
+        raise SchedulerOutputError(
+            f"new request {new.req_id!r} brings {' and '.join(brought)}: not supported, no stage reads them; send a "
+            "prompt of token ids, with sampling_params"
+        )
+
+
+def check_block_orders(batch: InputBatch, output: SchedulerOutput, holders: Holders) -> None:
     """Blocks to copy and to zero exist, and are not the null block (which pads what is sent to the device).
+
+    A block that is copied into is held by one row at most, and named once.
 
     Raises:
         SchedulerOutputError: otherwise.
@@ -56,6 +75,15 @@ def check_block_orders(batch: InputBatch, output: SchedulerOutput) -> None:
                     f"blocks {min(blocks)} to {max(blocks)} are to be part of a {what} in KV group {group}, which has "
                     f"blocks 1 to {num_blocks - 1} beside the null block"
                 )
+    for group, pairs in enumerate(output.block_copies):
+        targets = np.array([target for _, target in pairs], np.int32)
+        wrong = targets[holders.counts[group][targets] > 1].tolist()
+        wrong += [block for block, times in Counter(targets.tolist()).items() if times > 1]
+        if wrong:
+            raise SchedulerOutputError(
+                f"block {wrong[0]} of KV group {group} is to be copied into, but several rows hold it or several "
+                "copies name it: give each request a block of its own to copy into"
+            )
 
 
 def has_full_columns(output: SchedulerOutput) -> bool:

@@ -29,6 +29,10 @@ class OutOfBlocksError(PurestepError, RuntimeError):
     """No KV block is left where one must be had."""
 
 
+class OutOfRowsError(PurestepError, RuntimeError):
+    """No row is left where one must be had."""
+
+
 class StaleStateError(PurestepError, RuntimeError):
     """A device state that was consumed by a later step."""
 
@@ -43,6 +47,10 @@ class FreshStorageError(PurestepError, RuntimeError):
 
 class CaptureError(PurestepError, RuntimeError):
     """A step that can not be captured on the buffers."""
+
+
+class DeviceMemoryError(PurestepError, RuntimeError):
+    """More memory than a device has, or than is left of it."""
 
 
 class ModelLoadError(PurestepError, ValueError):
@@ -63,3 +71,7 @@ class DispatchError(PurestepError, ValueError):
 
 class KVCacheConfigError(PurestepError, ValueError):
     """A KV cache that can not be laid out as asked."""
+
+
+class BenchmarkError(PurestepError, RuntimeError):
+    """A measurement that did not do the work that was to be timed, or could not be made at all."""

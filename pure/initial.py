@@ -6,7 +6,7 @@ from purestep.pure.models.model import Model
 from purestep.pure.records.batch import BatchLimits
 from purestep.pure.records.layout import Layout
 from purestep.pure.records.plan import Inbox
-from purestep.pure.records.sampling_rows import NUM_COLUMNS, SamplingRows
+from purestep.pure.records.sampling_rows import NUM_FLOATS, NUM_WORDS, SamplingRows
 from purestep.pure.records.state import LEDGER_COLUMNS, Ledger, StepState
 
 
@@ -16,38 +16,43 @@ def initial_state(
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    kv: tuple[torch.Tensor, ...] | None = None,
 ) -> StepState:
     """A state for these limits: every row inactive, every block zero, nothing laid out, nothing to absorb.
 
     It reflects `InputBatch.make_empty(limits)`. The KV cache takes, per layer, 2 * num_blocks * block_size *
-    num_kv_heads * head_dim elements of `dtype`.
+    num_kv_heads * head_dim elements of `dtype`; with `kv` it is these tensors, one a layer, made elsewhere.
     """
 
     def zeros(*size: int) -> torch.Tensor:
         return torch.zeros(*size, dtype=torch.int32, device=device)
 
-    num_rows = limits.max_num_reqs + 1
-    kv = tuple(
-        torch.zeros(
-            limits.num_blocks[layer.group],
-            2,
-            limits.block_sizes[layer.group],
-            layer.num_kv_heads,
-            layer.head_dim,
-            dtype=dtype,
-            device=device,
+    num_rows, sizes = limits.max_num_reqs + 1, limits.table_block_sizes
+    if kv is None:
+        num_blocks = [n * ratio for n, ratio in zip(limits.num_blocks, limits.num_kernel_blocks, strict=True)]
+        kv = tuple(
+            torch.zeros(
+                num_blocks[layer.group],
+                2,
+                sizes[layer.group],
+                layer.num_kv_heads,
+                layer.head_dim,
+                dtype=dtype,
+                device=device,
+            )
+            for layer in model.kv_layers
         )
-        for layer in model.kv_layers
-    )
     nothing = Layout.make_empty().bounds
+    null_room = zeros(1) + limits.max_model_len  # the null row's blocks are the null block, wherever it is
     return StepState(
         ledger=Ledger(zeros(len(LEDGER_COLUMNS), num_rows)),
         kv=kv,
         token_ids=zeros(num_rows, limits.max_model_len),
-        block_tables=tuple(zeros(num_rows, -(-limits.max_model_len // size)) for size in limits.block_sizes),
-        sampling=SamplingRows(zeros(num_rows, NUM_COLUMNS)),
+        block_tables=tuple(zeros(num_rows, -(-limits.max_model_len // size)) for size in sizes),
+        room=torch.cat([zeros(num_rows - 1), null_room]),
+        sampling=SamplingRows(zeros(num_rows, NUM_FLOATS).float(), zeros(num_rows, NUM_WORDS - NUM_FLOATS)),
         layout=Layout(zeros(0), zeros(1), nothing),
         inbox=Inbox.make_empty(device),
-        block_sizes=limits.block_sizes,
+        block_sizes=sizes,
         group_of_layer=tuple(layer.group for layer in model.kv_layers),
     )

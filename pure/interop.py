@@ -5,7 +5,7 @@ no stage does is refused by name rather than dropped.
 Source: vllm/v1/core/sched/output.py, vllm/sampling_params.py.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any
@@ -19,6 +19,7 @@ from purestep.pure.records.scheduler_output import (
     NOTHING,
     BlockIds,
     CachedRequestData,
+    GrammarOutput,
     NewRequestData,
     SchedulerOutput,
 )
@@ -47,18 +48,23 @@ SAME_NAMES = (
     "skip_special_tokens",
 )
 NOT_SUPPORTED = (
-    "structured_outputs",
     "logprob_token_ids",
     "logits_processors",
     "thinking_token_budget",
     "repetition_detection",
 )
+BY_MASKS = (
+    "structured_outputs"  # obeyed by the masks that come with each step, not by the sampling parameters
+)
 
 
-def scheduler_output_from_vllm(output: Any) -> SchedulerOutput:
+def scheduler_output_from_vllm(output: Any, *, known: Container[str] = ()) -> SchedulerOutput:
     """One step's work as columns; the order of `num_scheduled_tokens` becomes the order of the batch.
 
     A request without a seed draws from a stream of its own, named by its id; requests with equal seeds draw alike.
+    A new request whose id is `known` and has not finished goes on with a longer prompt: its outputs are counted from 0
+    again, so it goes on in another stream, or it would draw once more what it drew before.
+    The grammar of a request with structured outputs is the caller's: see `grammar_output_from_vllm`.
 
     Raises:
         SchedulerOutputError: a total that is not the sum of the counts.
@@ -74,12 +80,14 @@ def scheduler_output_from_vllm(output: Any) -> SchedulerOutput:
         )
     num_groups = len(_get(output, "num_common_prefix_blocks", ()))
     to_zero = tuple(_get(output, "new_block_ids_to_zero", ()))
+    finished = frozenset(_get(output, "finished_req_ids", ()))
+    new = _get(output, "scheduled_new_reqs", ())
     return SchedulerOutput(
-        scheduled_new_reqs=tuple(map(_new_request, _get(output, "scheduled_new_reqs", ()))),
+        scheduled_new_reqs=tuple([_new_request(data, known, finished) for data in new]),
         scheduled_cached_reqs=_cached_requests(_get(output, "scheduled_cached_reqs", {})),
         req_ids=tuple(counts),
         num_scheduled_tokens=column,
-        finished_req_ids=frozenset(_get(output, "finished_req_ids", ())),
+        finished_req_ids=finished,
         preempted_req_ids=frozenset(_get(output, "preempted_req_ids", ())),
         scheduled_spec_decode_tokens=_tuples(_get(output, "scheduled_spec_decode_tokens", {})),
         num_common_prefix_blocks=tuple(_get(output, "num_common_prefix_blocks", ())),
@@ -95,13 +103,31 @@ def scheduler_output_from_vllm(output: Any) -> SchedulerOutput:
     )
 
 
-def sampling_params_from_vllm(params: Any) -> SamplingParams:
+def grammar_output_from_vllm(output: Any) -> GrammarOutput | None:
+    """The masks of one step's structured outputs; None where there are none.
+
+    Raises:
+        SchedulerOutputError: masks that are no matrix of int32 words.
+    """
+    if output is None:
+        return None
+    bitmask = np.asarray(_get(output, "grammar_bitmask", None))
+    if bitmask.dtype != np.int32 or bitmask.ndim != 2:
+        raise SchedulerOutputError(
+            f"grammar_bitmask is {bitmask.dtype} of shape {bitmask.shape}: send int32 words, a row a mask"
+        )
+    return GrammarOutput(tuple(_get(output, "structured_output_request_ids", ())), bitmask)
+
+
+def sampling_params_from_vllm(params: Any, *, has_masks: bool = False) -> SamplingParams:
     """The same request of the sampler. What upstream derives (stop ids with the model's own) we derive ourselves.
+
+    `has_masks` says that whoever runs the steps is given a mask of each grammar with each of them.
 
     Raises:
         InvalidParameterError: a parameter that no stage obeys, or bad words that are not token ids yet.
     """
-    for name in NOT_SUPPORTED:
+    for name in NOT_SUPPORTED if has_masks else (BY_MASKS, *NOT_SUPPORTED):
         if _get(params, name, None):
             raise InvalidParameterError(
                 f"{name} is {_get(params, name, None)!r}, and no stage obeys it: leave it out"
@@ -129,17 +155,19 @@ def _get(source: Any, name: str, default: Any) -> Any:
     return default if value is None else value
 
 
-def _new_request(new: Any) -> NewRequestData:
+def _new_request(new: Any, known: Container[str], finished: Container[str]) -> NewRequestData:
     req_id, params = _get(new, "req_id", None), _get(new, "sampling_params", None)
-    has_seed = params is not None and _get(params, "seed", None) is not None
-    mask = _get(new, "prompt_is_token_ids", None)
+    prompt, mask = tuple(_get(new, "prompt_token_ids", ())), _get(new, "prompt_is_token_ids", None)
+    name = "" if params is not None and _get(params, "seed", None) is not None else req_id
+    if req_id in known and req_id not in finished:
+        name = f"{name} after {len(prompt)} tokens"
     return NewRequestData(
         req_id=req_id,
-        prompt_token_ids=tuple(_get(new, "prompt_token_ids", ())),
-        sampling_params=None if params is None else sampling_params_from_vllm(params),
+        prompt_token_ids=prompt,
+        sampling_params=None if params is None else sampling_params_from_vllm(params, has_masks=True),
         block_ids=_block_ids(_get(new, "block_ids", ())),
         num_computed_tokens=_get(new, "num_computed_tokens", 0),
-        stream=0 if has_seed else stream_of(req_id),
+        stream=stream_of(name) if name else 0,
         pooling_params=_get(new, "pooling_params", None),
         lora_request=_get(new, "lora_request", None),
         prompt_embeds=_get(new, "prompt_embeds", None),

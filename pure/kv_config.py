@@ -8,10 +8,7 @@ Source: vllm/v1/core/kv_cache_utils.py, vllm/v1/worker/gpu_model_runner.py initi
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
-from jaxtyping import Int
-from numpy.typing import NDArray
 
 from purestep.pure.errors import KVCacheConfigError
 from purestep.pure.models.model import KVLayerSpec
@@ -74,12 +71,6 @@ def _shown(size: int | MultipleOf) -> str:
     return str(size) if isinstance(size, int) else f"multiples of {size.base}"
 
 
-def kernel_block_ids(block_ids: Int[np.ndarray, " blocks"], num_kernel_blocks: int) -> NDArray[np.int32]:
-    """The kernel blocks that these blocks of the scheduler consist of, in order: int32 [blocks * num_kernel_blocks]."""
-    first: NDArray[np.int64] = np.asarray(block_ids, np.int64) * num_kernel_blocks
-    return (first[:, None] + np.arange(num_kernel_blocks)).reshape(-1).astype(np.int32)
-
-
 def kv_cache_groups(
     kv_layers: Sequence[KVLayerSpec],
     block_sizes: Sequence[int],
@@ -137,15 +128,17 @@ def num_blocks_for(num_bytes: int, bytes_per_block: int) -> int:
 def kv_cache_config(
     kv_layers: Sequence[KVLayerSpec],
     *,
-    num_bytes: int,
+    num_bytes: int | None = None,
+    max_num_blocks: int | None = None,
     block_sizes: Sequence[int],
     dtype: torch.dtype,
     supported: Sequence[BlockSizes] = (),
     shared_pool: bool = False,
 ) -> KVCacheConfig:
-    """The cache of a model in at most `num_bytes`: as many blocks as fit, the same number for every group.
+    """The cache of a model in at most `num_bytes` and `max_num_blocks`: as many blocks as that allows, in every group.
 
-    With `shared_pool`, block ids of all groups come from one pool, and the n-th layers of the groups share a tensor.
+    One of the two is enough. With `shared_pool`, block ids of all groups come from one pool, and the n-th layers of the
+    groups share a tensor.
 
     Raises:
         KVCacheConfigError: as `kv_cache_groups` and `num_blocks_for`; with `shared_pool` also layers of different page
@@ -166,9 +159,21 @@ def kv_cache_config(
         raise KVCacheConfigError("a model without KV layers needs no KV cache: make no configuration for it")
     sharers = _sharers(groups, specs) if shared_pool else tuple((layer,) for layer in range(len(specs)))
     pages = [specs[layers[0]].page_bytes for layers in sharers]
-    num_blocks = num_blocks_for(num_bytes, sum(pages))
+    num_blocks = _num_blocks(num_bytes, max_num_blocks, sum(pages))
     tensors = [KVCacheTensor(num_blocks * page, layers) for page, layers in zip(pages, sharers, strict=True)]
     return KVCacheConfig(num_blocks, specs, groups, tuple(tensors))
+
+
+def _num_blocks(num_bytes: int | None, max_num_blocks: int | None, bytes_per_block: int) -> int:
+    """The most blocks within both limits, of which at least one is given."""
+    if max_num_blocks is not None and max_num_blocks < MIN_BLOCKS:
+        raise KVCacheConfigError(f"max_num_blocks={max_num_blocks}: the null block and one more are needed")
+    if num_bytes is None:
+        if max_num_blocks is None:
+            raise KVCacheConfigError("a KV cache without a size: give num_bytes, max_num_blocks, or both")
+        return max_num_blocks
+    num_blocks = num_blocks_for(num_bytes, bytes_per_block)
+    return num_blocks if max_num_blocks is None else min(num_blocks, max_num_blocks)
 
 
 def _sharers(groups: Sequence[KVCacheGroupSpec], specs: Sequence[KVCacheSpec]) -> tuple[tuple[int, ...], ...]:

@@ -4,9 +4,11 @@ Padding tokens lie behind the real ones and padded requests name the null row, w
 into the null block, which nothing reads, and keep nothing. Real rows are computed as without padding.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from purestep.pure.arrays import frozen
+from purestep.pure.arrays import filled, frozen, start_loc
 from purestep.pure.errors import DispatchError
 from purestep.pure.record import replace
 from purestep.pure.records.batch import BatchLimits, InputBatch
@@ -22,7 +24,7 @@ def pad_batch(batch: InputBatch, descriptor: BatchDescriptor, *, before: Layout 
     of a steady step stays empty.
 
     Raises:
-        DispatchError: a descriptor that does not hold the batch.
+        DispatchError: a descriptor that does not hold the batch, or of more requests than a batch can have.
     """
     layout = pad_layout(batch.layout, descriptor, null_row=batch.limits.null_row, before=before)
     return batch if layout is batch.layout else replace(batch, layout=layout)
@@ -37,7 +39,7 @@ def pad_layout(
     bounds on lengths stay as they are. Arrays equal to those of `before` are shared with it.
 
     Raises:
-        DispatchError: a descriptor that does not hold the batch.
+        DispatchError: a descriptor that does not hold the batch, or of more requests than the rows before the null row.
     Source: vllm/v1/worker/gpu_model_runner.py _prepare_inputs and _build_attention_metadata.
     """
     bounds = layout.bounds
@@ -47,6 +49,11 @@ def pad_layout(
         raise DispatchError(
             f"a batch of {bounds.num_reqs} requests with {bounds.num_tokens} tokens does not fit a descriptor of "
             f"{num_reqs} requests with {num_tokens} tokens: dispatch this batch's own counts"
+        )
+    if num_reqs > null_row:
+        raise DispatchError(
+            f"a descriptor of {num_reqs} requests, and there are {null_row} rows for requests (max_num_reqs): capture "
+            "and dispatch shapes of no more"
         )
     added = num_reqs - bounds.num_reqs
     if added or num_tokens != bounds.num_tokens:
@@ -97,6 +104,24 @@ def capture_layout(descriptor: BatchDescriptor, limits: BatchLimits, *, sampler:
         sampler=sampler,
     )
     return replace(padded, bounds=bounds)
+
+
+def dummy_layout(
+    query_lens: Sequence[int], limits: BatchLimits, *, sampler: SamplerShape, max_seq_len: int
+) -> Layout:
+    """The layout of a made-up batch: requests with so many tokens each, all of them the null row.
+
+    They write into the null block and keep nothing. `max_seq_len` is the bound that kernels may size memory by.
+    """
+    bounds = LayoutBounds(
+        num_reqs=len(query_lens),
+        num_tokens=sum(query_lens),
+        max_query_len=max(query_lens),
+        max_seq_len=bucket(max_seq_len),
+        sampler=sampler,
+    )
+    rows = filled(len(query_lens), limits.null_row, np.int32)
+    return Layout(rows, start_loc(np.array(query_lens, np.int32)), bounds)
 
 
 def dummy_query_lens(

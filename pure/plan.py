@@ -11,12 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from purestep.pure.arrays import Tape, frozen
-from purestep.pure.records.batch import InputBatch
+from purestep.pure.records.batch import BatchLimits, InputBatch
+from purestep.pure.records.kv_config import kernel_block_ids
 from purestep.pure.records.layout import CONSTRAINTS, LayoutBounds
 from purestep.pure.records.plan import Inbox, InboxShape, StepPlan
 from purestep.pure.records.sampling_rows import (
     MAX_STOP_IDS,
-    NUM_COLUMNS,
+    NUM_WORDS,
     TokenConstraints,
     packed_row,
     stop_ids_of,
@@ -32,25 +33,30 @@ def plan_step(batch: InputBatch, absorbed: InputBatch) -> StepPlan:
     """What the device must be told so that its host-written leaves reflect `batch` instead of `absorbed`.
 
     Written anew: ledger rows of requests admitted or rolled back since, their sampling rows, those of their tokens
-    that the device lacks, new entries of block tables, the layout if its arrays are other ones. The block copies
-    and zeroings are the batch's own and belong to the step in which it was made.
+    that the device lacks, new entries of block tables, the layout if its arrays are other ones. The block copies,
+    zeroings and forks are the batch's own and belong to the step in which it was made; the ledger row of a fork and
+    its tokens are copied from its parent's.
     """
     if _same_rows(batch, absorbed):
         new, old = batch.layout, absorbed.layout
         return StepPlan(
             absorbed, batch, _NOTHING if new is old else Inbox(_NO_WORDS, InboxShape(), bounds=new.bounds)
         )
-    rows = _admitted(batch, absorbed)
-    blocks = tuple(_block_entries(batch, absorbed, group) for group in range(len(batch.limits.block_sizes)))
+    rows, limits = _admitted(batch, absorbed), batch.limits
+    forks = _forks(batch, absorbed) if batch.forks else {}
+    unknown = [row for row in rows if row not in forks] if forks else rows
+    blocks = tuple(_block_entries(batch, absorbed, group) for group in range(len(limits.block_sizes)))
     bounds, layout = _layout_entries(batch, absorbed)
     sections = [
         layout,
-        _ledger_entries(batch, rows),
+        _ledger_entries(batch, unknown),
         _sampling_entries(batch, absorbed, rows),
-        _token_entries(batch, absorbed, rows),
+        _token_entries(batch, absorbed, unknown),
+        _room_entries(batch, absorbed),
         *blocks,
-        *(np.asarray(pairs, np.int32).reshape(-1, 2) for pairs in batch.block_copies),
-        *(np.asarray(ids, np.int32).reshape(-1, 1) for ids in batch.blocks_to_zero),
+        *(_kernel_blocks(_block_ids(pairs, 2), limits, g) for g, pairs in enumerate(batch.block_copies)),
+        *(_kernel_blocks(_block_ids(ids, 1), limits, g) for g, ids in enumerate(batch.blocks_to_zero)),
+        np.array([(source, target) for target, source in forks.items()], np.int32),
     ]
     has_constraints, constraints = _constraints(batch, absorbed)
     data = [s.reshape(-1) for s in sections if s.size]
@@ -61,12 +67,15 @@ def plan_step(batch: InputBatch, absorbed: InputBatch) -> StepPlan:
         ledger=sizes[1],
         sampling=sizes[2],
         tokens=sizes[3],
-        blocks=_counts(sizes[4 : 4 + num_groups]),
-        copies=_counts(sizes[4 + num_groups : 4 + num_groups + num_copies]),
-        zeros=_counts(sizes[4 + num_groups + num_copies :]),
+        rooms=sizes[4],
+        blocks=_counts(sizes[5 : 5 + num_groups]),
+        copies=_counts(sizes[5 + num_groups : 5 + num_groups + num_copies]),
+        zeros=_counts(sizes[5 + num_groups + num_copies : -1]),
+        forks=len(forks),
     )
     words = np.concatenate(data) if data else _NO_WORDS
-    return StepPlan(absorbed, batch, Inbox(words, shape, constraints, bounds, has_constraints))
+    floats = words.view(np.float32) if shape.sampling else None
+    return StepPlan(absorbed, batch, Inbox(words, shape, constraints, bounds, has_constraints, floats))
 
 
 def _same_rows(batch: InputBatch, absorbed: InputBatch) -> bool:
@@ -75,6 +84,7 @@ def _same_rows(batch: InputBatch, absorbed: InputBatch) -> bool:
     return batch is absorbed or (
         batch.rows.requests is absorbed.rows.requests
         and batch.rows.block_ids is absorbed.rows.block_ids
+        and batch.columns.room is absorbed.columns.room
         and new.row_of_index is old.row_of_index
         and new.query_start_loc is old.query_start_loc
         and not any(batch.block_copies)
@@ -92,6 +102,18 @@ def _admitted(batch: InputBatch, absorbed: InputBatch) -> list[int]:
     if now is then:
         return []
     return [row for row in changed_entries(now, then) if now[row] is not None]
+
+
+def _forks(batch: InputBatch, absorbed: InputBatch) -> dict[int, int]:
+    """The rows that come into being in this step as copies of others, and of which."""
+    copies = {}
+    for fork in batch.forks:
+        row, source = batch.row_of.get(fork.child.req_id), absorbed.row_of.get(fork.parent.req_id)
+        if row is None or source is None or fork.num_begun < batch.clock.num_begun - 1:  # steps have run since
+            continue
+        if batch.rows.requests[row] is fork.child and absorbed.rows.requests[source] is fork.parent:
+            copies[row] = source
+    return copies
 
 
 def _ledger_entries(batch: InputBatch, rows: Sequence[int]) -> NDArray[np.int32]:
@@ -122,12 +144,19 @@ def _sampling_entries(batch: InputBatch, absorbed: InputBatch, rows: Sequence[in
         seed = limits.seed if params.seed is None else params.seed
         words = packed_row(params, seed=seed, stream=request.stream, eos_token_ids=limits.eos_token_ids)
         packed.append([row, *words])
-    return np.asarray(packed, np.int32).reshape(len(packed), 1 + NUM_COLUMNS)
+    return np.asarray(packed, np.int32).reshape(len(packed), 1 + NUM_WORDS)
 
 
 def _token_entries(batch: InputBatch, absorbed: InputBatch, rows: Sequence[int]) -> NDArray[np.int32]:
     """(row, position, token id) of settled tokens that the row's tape on the device does not hold yet."""
     return _tails(rows, batch.rows.tokens, absorbed.rows.tokens)
+
+
+def _room_entries(batch: InputBatch, absorbed: InputBatch) -> NDArray[np.int32]:
+    """(row, tokens that its blocks can hold, as far as it may use them) where the device has another number."""
+    now, then = (np.minimum(b.columns.room, b.limits.max_model_len) for b in (batch, absorbed))
+    rows = np.flatnonzero(now != then)
+    return np.stack([rows, now[rows]], axis=1).astype(np.int32)
 
 
 def _block_entries(batch: InputBatch, absorbed: InputBatch, group: int) -> NDArray[np.int32]:
@@ -139,19 +168,38 @@ def _block_entries(batch: InputBatch, absorbed: InputBatch, group: int) -> NDArr
     if now is then:
         return _NO_ENTRIES
     entries = _tails(changed_entries(now, then), now, then)
-    width = -(-batch.limits.max_model_len // batch.limits.block_sizes[group])
-    return entries if not len(entries) else entries[entries[:, 1] < width]
+    if not len(entries):
+        return entries
+    limits, ratio = batch.limits, batch.limits.num_kernel_blocks[group]
+    if ratio > 1:
+        blocks = _kernel_blocks(entries[:, 1:], limits, group)
+        entries = np.concatenate([np.repeat(entries[:, :1], ratio, axis=0), blocks], axis=1)
+    width = -(-limits.max_model_len // limits.table_block_sizes[group])
+    return entries[entries[:, 1] < width]
+
+
+def _block_ids(ids: Sequence[Any], width: int) -> NDArray[np.int32]:
+    return np.asarray(ids, np.int32).reshape(-1, width)
+
+
+def _kernel_blocks(blocks: NDArray[np.int32], limits: BatchLimits, group: int) -> NDArray[np.int32]:
+    """Rows of a group's blocks as rows of kernel blocks; places in a table expand as the blocks there do."""
+    size, kernel_size = limits.block_sizes[group], limits.table_block_sizes[group]
+    if size == kernel_size:
+        return blocks
+    columns = [
+        kernel_block_ids(ids, block_size=size, kernel_block_size=kernel_size) for ids in blocks.transpose()
+    ]
+    return np.stack(columns, axis=1)
 
 
 def _tails(rows: Sequence[int], now: Sequence[Tape | None], then: Sequence[Tape | None]) -> NDArray[np.int32]:
-    """(row, place, item) of each row's items from the first that is not surely the same in `then`."""
+    """(row, place, item) of each row's items from the first that is another one in `then`."""
     found: list[tuple[int, int, NDArray[np.int32]]] = []
     for row in rows:
         tape, old = now[row], then[row]
         if tape is not None:
-            start = 0
-            if old is not None and (tape.extends(old) or old.extends(tape)):
-                start = min(len(old), len(tape))
+            start = 0 if old is None else _num_same(tape, old)
             found.append((row, start, tape[start:]))
     if not found:
         return _NO_ENTRIES
@@ -163,6 +211,15 @@ def _tails(rows: Sequence[int], now: Sequence[Tape | None], then: Sequence[Tape 
     entries[:, 1] = np.arange(ends[-1]) + np.repeat(shift, counts)
     entries[:, 2] = np.concatenate([items for _, _, items in found])
     return entries
+
+
+def _num_same(tape: Tape, old: Tape) -> int:
+    """How many of the first items are the same."""
+    both = min(len(tape), len(old))
+    if tape.extends(old) or old.extends(tape):
+        return both
+    different = np.flatnonzero(tape[:both] != old[:both])
+    return int(different[0]) if len(different) else both
 
 
 def _layout_entries(batch: InputBatch, absorbed: InputBatch) -> tuple[LayoutBounds | None, NDArray[np.int32]]:

@@ -115,6 +115,24 @@ def release(batch: InputBatch, req_ids: Sequence[str]) -> InputBatch:
     )
 
 
+def drop(batch: InputBatch, req_ids: Iterable[str]) -> InputBatch:
+    """Without these requests; ids that the batch does not know are ignored, as upstream does."""
+    gone = sorted(req_ids)  # a set's order is not the same in every process
+    batch = release(batch, [r for r in gone if r in batch.row_of])
+    return replace(batch, parked=without(batch.parked, [r for r in gone if r in batch.parked]))
+
+
+def as_parked(batch: InputBatch, req_id: str) -> Parked:
+    """What there is to know of a request in a row, when it leaves that."""
+    row = batch.row_of[req_id]
+    return Parked(
+        request=occupied(batch.rows.requests[row]),
+        tokens=occupied(batch.rows.tokens[row]),
+        block_ids=tuple(occupied(group[row]) for group in batch.rows.block_ids),
+        num_computed_tokens=int(batch.columns.num_computed_tokens_settled[row]),
+    )
+
+
 def place(batch: InputBatch, arrivals: Sequence[Parked]) -> InputBatch:
     """These requests, in the lowest free rows in order.
 
@@ -123,7 +141,15 @@ def place(batch: InputBatch, arrivals: Sequence[Parked]) -> InputBatch:
     """
     if not arrivals:
         return batch
-    free = _free_rows(batch, len(arrivals))
+    free = free_rows(batch)
+    if len(free) < len(arrivals):
+        clock = batch.clock
+        raise SchedulerOutputError(
+            f"{len(arrivals)} requests are to be admitted and {len(free)} of {batch.limits.max_num_reqs} rows are free "
+            f"({clock.num_begun - clock.num_settled} steps are unsettled and hold rows that were given up): "
+            "schedule fewer, or settle first"
+        )
+    free = free[: len(arrivals)]
     placed = dict(zip(free, arrivals, strict=True))
     names = {a.request.req_id for a in arrivals}
     return replace(
@@ -142,17 +168,11 @@ def place(batch: InputBatch, arrivals: Sequence[Parked]) -> InputBatch:
     )
 
 
-def _free_rows(batch: InputBatch, wanted: int) -> list[int]:
+def free_rows(batch: InputBatch) -> list[int]:
+    """Rows in which nobody sits, and which no step on its way may write."""
     settled, released = batch.clock.num_settled, batch.columns.released_at
     empty = compress(range(batch.limits.max_num_reqs), map(is_, batch.rows.requests, repeat(None)))
-    free = [row for row in empty if released[row] <= settled]
-    if len(free) < wanted:
-        raise SchedulerOutputError(
-            f"{wanted} requests are to be admitted and {len(free)} of {batch.limits.max_num_reqs} rows are free "
-            f"({batch.clock.num_begun - settled} steps are unsettled and hold rows that were given up): "
-            "schedule fewer, or settle first"
-        )
-    return free[:wanted]
+    return [row for row in empty if released[row] <= settled]
 
 
 def _columns(batch: InputBatch, rows: Sequence[int], arrivals: Sequence[Parked]) -> Columns:

@@ -34,11 +34,10 @@ def batch_params(state: StepState) -> BatchParams:
     """What sampling needs to know of each request of the batch."""
     rows = state.layout.row_of_index
     words = state.sampling.table[rows]
-    num_floats = len(FLOATS)
     return BatchParams(
-        floats=words[:, :num_floats].contiguous().view(torch.float32),
-        ints=words[:, num_floats : num_floats + len(INTS)],
-        banned_ids=words[:, num_floats + len(INTS) :],
+        floats=state.sampling.floats[rows],
+        ints=words[:, : len(INTS)],
+        banned_ids=words[:, len(INTS) :],
         num_known_tokens=state.ledger.num_known_tokens[rows],
         num_output_tokens=state.ledger.num_output_tokens[rows],
     )

@@ -1,5 +1,6 @@
 """`settle`: the device's word about a step, folded into the batch."""
 
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -8,25 +9,30 @@ from numpy.typing import NDArray
 
 from purestep.pure.arrays import append_each, with_items
 from purestep.pure.record import replace
-from purestep.pure.records.batch import Clock, InputBatch, Rows
-from purestep.pure.records.outputs import StepOutput
+from purestep.pure.records.batch import CachedRequestState, Clock, InputBatch, Rows
+from purestep.pure.records.outputs import StepOutput, host_columns
+from purestep.pure.rows import occupied
 
 
 def settle(batch: InputBatch, stepped: InputBatch, output: StepOutput) -> InputBatch:
     """The batch, knowing what the step of `stepped` did on the device: kept tokens and true lengths.
 
     Works by request, not by row: a request that finished meanwhile is left alone, one that was parked meanwhile
-    still gets its tokens, one that was admitted anew does not (it recomputes them). `output` is on the host, its
-    entries in the order of `stepped.req_ids`; padding behind them is ignored.
+    still gets its tokens, one that was admitted anew does not (it recomputes them), and a fork made since gets those
+    of its parent. `output` is on the host, its entries in the order of `stepped.req_ids`; padding behind them is
+    ignored.
+
+    Raises:
+        SchedulerOutputError: columns of other lengths than the step's.
     """
-    num_reqs = len(stepped.req_ids)
-    rows = stepped.layout.row_of_index[:num_reqs].astype(np.intp)
-    kept = np.asarray(output.sampled_token_ids)[:num_reqs, 0]
-    computed = np.asarray(output.num_computed_tokens)[:num_reqs]
+    kept, computed, _ = host_columns(output, len(stepped.req_ids))
+    rows = stepped.layout.row_of_index[: len(kept)].astype(np.intp)
     clock = Clock(batch.clock.num_begun, batch.clock.num_settled + 1)
     if batch.rows.requests is not stepped.rows.requests:
-        current = _current(batch, stepped, rows)
-        batch = _settle_parked(batch, stepped, ~current, kept, computed)
+        requests, entries = _told(batch, stepped, rows)
+        rows, kept, computed = _rows_now(batch, requests), kept[entries], computed[entries]
+        batch = _settle_parked(batch, requests, rows < 0, kept, computed)
+        current = rows >= 0
         rows, kept, computed = rows[current], kept[current], computed[current]
     sampled = kept >= 0
     columns = batch.columns
@@ -45,25 +51,45 @@ def settle(batch: InputBatch, stepped: InputBatch, output: StepOutput) -> InputB
 
 def give_up(batch: InputBatch) -> InputBatch:
     """The batch after a failure: outputs of steps begun but not settled will never come, and hold no row any more."""
-    return replace(batch, clock=Clock(batch.clock.num_begun, batch.clock.num_begun))
+    return replace(batch, clock=Clock(batch.clock.num_begun, batch.clock.num_begun), forks=())
 
 
-def _current(batch: InputBatch, stepped: InputBatch, rows: NDArray[Any]) -> NDArray[np.bool_]:
-    """Which of the stepped rows still hold the admission that ran in them."""
-    now, then = batch.rows.requests, stepped.rows.requests
-    return np.array([now[row] is then[row] for row in rows.tolist()], bool)
+def _told(
+    batch: InputBatch, stepped: InputBatch, rows: NDArray[Any]
+) -> tuple[list[CachedRequestState], NDArray[Any]]:
+    """Whom the step has something to tell, and where in its output: the requests that ran, and forks of them since."""
+    ran = [occupied(stepped.rows.requests[row]) for row in rows.tolist()]
+    heirs = [
+        (ran.index(fork.parent), fork.child)
+        for fork in batch.forks
+        if stepped.clock.num_begun <= fork.num_begun and fork.parent in ran
+    ]
+    entries = np.array([*range(len(ran)), *(entry for entry, _ in heirs)], np.intp)
+    return [*ran, *(child for _, child in heirs)], entries
+
+
+def _rows_now(batch: InputBatch, requests: Sequence[CachedRequestState]) -> NDArray[np.intp]:
+    """The row of each, -1 where that admission has left its row."""
+    rows = [batch.row_of.get(request.req_id, -1) for request in requests]
+    now = batch.rows.requests
+    return np.array(
+        [row if row >= 0 and now[row] is r else -1 for row, r in zip(rows, requests, strict=True)], np.intp
+    )
 
 
 def _settle_parked(
-    batch: InputBatch, stepped: InputBatch, left: NDArray[Any], kept: NDArray[Any], computed: NDArray[Any]
+    batch: InputBatch,
+    requests: Sequence[CachedRequestState],
+    left: NDArray[Any],
+    kept: NDArray[Any],
+    computed: NDArray[Any],
 ) -> InputBatch:
     if not (left.any() and batch.parked):
         return batch
     parked = dict(batch.parked)
     for index in np.flatnonzero(left).tolist():
-        request = stepped.rows.requests[stepped.layout.row_of_index[index]]
-        entry = parked.get(request.req_id) if request is not None else None
-        if entry is not None and entry.request is request:
+        entry = parked.get(requests[index].req_id)
+        if entry is not None and entry.request is requests[index]:
             tokens = entry.tokens.append(int(kept[index])) if kept[index] >= 0 else entry.tokens
             parked[entry.request.req_id] = replace(
                 entry, tokens=tokens, num_computed_tokens=int(computed[index])

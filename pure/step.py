@@ -69,7 +69,9 @@ def unroll(
 ) -> tuple[StepState, tuple[StepOutput, ...]]:
     """`num_steps` steps of one layout, in which every request runs one token: rows that stop are frozen.
 
-    Only the bound on lengths is wider than the layout's: the last step sees num_steps - 1 tokens more than the first.
+    A row whose blocks are full runs idle from there on (its token is -1, and nothing of it changes) and goes on once a
+    plan brings more: grant blocks for num_steps tokens. Only the bound on lengths is wider than the layout's: the last
+    step sees num_steps - 1 tokens more than the first.
 
     Raises:
         ValueError: a layout (or a plan that is still to be absorbed) that runs more than one token of a request.

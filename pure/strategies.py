@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from purestep.pure.arrays import frozen
+from purestep.pure.errors import InvalidParameterError
 from purestep.pure.record import record, replace
 from purestep.pure.records.batch import BatchLimits, InputBatch
 from purestep.pure.records.outputs import StepOutput
 from purestep.pure.records.queue import Request, SchedulerConfig, StepInFlight
-from purestep.pure.records.sampling_params import LOGPROBS_MODES, MAX_BIAS, SamplingParams
+from purestep.pure.records.sampling_params import LOGPROBS_MODES, MAX_BIAS, SamplingParams, validate
 from purestep.pure.records.scheduler_output import NOTHING, SchedulerOutput
 from purestep.pure.scheduler import abort, add, make_queue, schedule, update
 from purestep.pure.settle import settle
@@ -56,8 +57,10 @@ def batch_limits(*, vocab_size: int = 16, max_num_groups: int = 2) -> st.SearchS
     return limits()
 
 
-def sampling_params(vocab_size: int, *, max_model_len: int) -> st.SearchStrategy[SamplingParams]:
-    """Parameters of every kind, neutral ones the likeliest; they are valid for this vocabulary and context."""
+def sampling_params(
+    vocab_size: int, *, max_model_len: int, eos_token_ids: tuple[int, ...] = ()
+) -> st.SearchStrategy[SamplingParams]:
+    """Parameters of every kind, neutral ones the likeliest; they are valid for this vocabulary, context and end."""
     token, floats = st.integers(0, vocab_size - 1), st.floats
     few = st.lists(token, max_size=3, unique=True).map(tuple)
 
@@ -67,28 +70,39 @@ def sampling_params(vocab_size: int, *, max_model_len: int) -> st.SearchStrategy
             fits |= {"bad_words_token_ids": (), "stop_token_ids": ()}
         return SamplingParams(**(fields | fits))
 
-    return st.fixed_dictionaries(
-        {
-            "temperature": st.sampled_from([0.0, 1.0]) | floats(1e-5, 4.0),
-            "top_p": st.just(1.0) | floats(0.05, 1.0),
-            "top_k": st.just(0) | st.integers(-1, vocab_size + 2),
-            "min_p": st.just(0.0) | floats(0.0, 1.0),
-            "seed": st.none() | st.integers(-(2**63), 2**63 - 1),
-            "max_tokens": st.none() | st.integers(1, max_model_len),
-            "min_tokens": st.just(0) | st.integers(0, 3),
-            "stop_token_ids": st.just(()) | few,
-            "ignore_eos": st.booleans(),
-            "presence_penalty": st.just(0.0) | floats(-2.0, 2.0),
-            "frequency_penalty": st.just(0.0) | floats(-2.0, 2.0),
-            "repetition_penalty": st.just(1.0) | floats(0.1, 3.0),
-            "logprobs": st.none() | st.integers(-1, vocab_size),
-            "logprobs_mode": st.sampled_from(LOGPROBS_MODES),
-            "logit_bias": st.just({}) | st.dictionaries(token, floats(-MAX_BIAS, MAX_BIAS), max_size=3),
-            "allowed_token_ids": st.none() | st.lists(token, min_size=1, max_size=5, unique=True),
-            "bad_words_token_ids": st.just(())
-            | st.lists(st.lists(token, min_size=1, max_size=3), max_size=2),
-        }
-    ).map(build)
+    def is_valid(params: SamplingParams) -> bool:
+        try:
+            validate(params, vocab_size, max_model_len, eos_token_ids=eos_token_ids)
+        except InvalidParameterError:  # the end is all that is allowed, or the vocabulary is tiny
+            return False
+        return True
+
+    return (
+        st.fixed_dictionaries(
+            {
+                "temperature": st.sampled_from([0.0, 1.0]) | floats(1e-5, 4.0),
+                "top_p": st.just(1.0) | floats(0.05, 1.0),
+                "top_k": st.just(0) | st.integers(-1, vocab_size + 2),
+                "min_p": st.just(0.0) | floats(0.0, 1.0),
+                "seed": st.none() | st.integers(-(2**63), 2**63 - 1),
+                "max_tokens": st.none() | st.integers(1, max_model_len),
+                "min_tokens": st.just(0) | st.integers(0, 3),
+                "stop_token_ids": st.just(()) | few,
+                "ignore_eos": st.booleans(),
+                "presence_penalty": st.just(0.0) | floats(-2.0, 2.0),
+                "frequency_penalty": st.just(0.0) | floats(-2.0, 2.0),
+                "repetition_penalty": st.just(1.0) | floats(0.1, 3.0),
+                "logprobs": st.none() | st.integers(-1, vocab_size),
+                "logprobs_mode": st.sampled_from(LOGPROBS_MODES),
+                "logit_bias": st.just({}) | st.dictionaries(token, floats(-MAX_BIAS, MAX_BIAS), max_size=3),
+                "allowed_token_ids": st.none() | st.lists(token, min_size=1, max_size=5, unique=True),
+                "bad_words_token_ids": st.just(())
+                | st.lists(st.lists(token, min_size=1, max_size=3), max_size=2),
+            }
+        )
+        .map(build)
+        .filter(is_valid)
+    )
 
 
 def requests(
@@ -98,7 +112,7 @@ def requests(
     params: st.SearchStrategy[SamplingParams] | None = None,
 ) -> st.SearchStrategy[Request]:
     """Requests that fit the limits; `params` says how they are sampled, by default in any way."""
-    every = sampling_params(limits.vocab_size, max_model_len=limits.max_model_len)
+    every = _all_params(limits)
     token = st.integers(0, limits.vocab_size - 1)
     longest = max(1, min(limits.max_model_len - 1, 12))
     return st.builds(
@@ -124,7 +138,7 @@ def schedules(
     but their length. So a schedule can also be run on a real device. With `params` that name stop ids, tokens of
     the imagined device end requests.
     """
-    every = sampling_params(limits.vocab_size, max_model_len=limits.max_model_len)
+    every = _all_params(limits)
     own = every.map(_without_stops) if params is None else params
 
     @st.composite
@@ -171,6 +185,12 @@ def logits(num_reqs: int, vocab_size: int) -> st.SearchStrategy[Tensor]:
         return table.scatter(1, allowed, table.gather(1, allowed).clamp(min=-80.0))
 
     return st.lists(row, min_size=num_reqs, max_size=num_reqs).map(build)
+
+
+def _all_params(limits: BatchLimits) -> st.SearchStrategy[SamplingParams]:
+    return sampling_params(
+        limits.vocab_size, max_model_len=limits.max_model_len, eos_token_ids=limits.eos_token_ids
+    )
 
 
 def _configs(limits: BatchLimits) -> st.SearchStrategy[SchedulerConfig]:

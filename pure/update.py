@@ -4,7 +4,7 @@ Rows are stable: a request keeps its row from admission to finish or preemption,
 Preemption gives the row up and keeps the request's tokens; resumption is admission with them.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -12,14 +12,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from purestep.pure.arrays import Tape, frozen, start_loc, with_items
-from purestep.pure.contradictions import check_block_orders, check_counts, check_ids, has_full_columns
+from purestep.pure.contradictions import (
+    check_block_orders,
+    check_counts,
+    check_ids,
+    check_supported,
+    has_full_columns,
+)
 from purestep.pure.errors import SchedulerOutputError
+from purestep.pure.holders import with_one_writer
 from purestep.pure.record import replace
-from purestep.pure.records.batch import CachedRequestState, Clock, Columns, InputBatch, Parked, Rows
+from purestep.pure.records.batch import CachedRequestState, Clock, Columns, Fork, InputBatch, Parked, Rows
 from purestep.pure.records.layout import Layout, LayoutBounds, bucket, sampler_shape
+from purestep.pure.records.sampling_params import validate
 from purestep.pure.records.scheduler_output import BlockIds, NewRequestData, SchedulerOutput
 from purestep.pure.rows import (
+    as_parked,
     check_blocks,
+    drop,
     occupied,
     place,
     release,
@@ -27,7 +37,6 @@ from purestep.pure.rows import (
     rows_of,
     tapes,
     with_entries,
-    without,
 )
 
 
@@ -39,7 +48,9 @@ def update_states(batch: InputBatch, scheduler_output: SchedulerOutput) -> Input
     rows; then counts, blocks and output cuts of all known requests. A steady batch shares everything but one column.
 
     Raises:
-        SchedulerOutputError: an output that contradicts the batch (unknown id, tokens past the end, missing blocks).
+        SchedulerOutputError: an output that contradicts the batch (unknown id, tokens past the end, missing blocks, a
+            block with two writers), or a new request with what is not supported.
+        InvalidParameterError: sampling parameters of a new request outside their domain.
     Source: vllm/v1/worker/gpu_model_runner.py _update_states.
     """
     output, cached = scheduler_output, scheduler_output.scheduled_cached_reqs
@@ -48,7 +59,7 @@ def update_states(batch: InputBatch, scheduler_output: SchedulerOutput) -> Input
         at = known = rows.astype(np.intp)  # numpy indexes several times faster with integers of its own
     else:
         check_ids(output)
-        batch = _drop(batch, output.finished_req_ids)
+        batch = drop(batch, output.finished_req_ids)
         batch = _park(batch, output)
         arriving = [_arriving(batch, new) for new in output.scheduled_new_reqs]
         batch = place(batch, _returning(batch, output) + arriving)
@@ -72,13 +83,6 @@ def _is_steady(batch: InputBatch, output: SchedulerOutput) -> bool:
     )
 
 
-def _drop(batch: InputBatch, req_ids: Iterable[str]) -> InputBatch:
-    """Without these requests; ids that the batch does not know are ignored, as upstream does."""
-    gone = sorted(req_ids)  # a set's order is not the same in every process
-    batch = release(batch, [r for r in gone if r in batch.row_of])
-    return replace(batch, parked=without(batch.parked, [r for r in gone if r in batch.parked]))
-
-
 def _park(batch: InputBatch, output: SchedulerOutput) -> InputBatch:
     """Requests that this step leaves out, or that come back as resumed, leave their rows and keep their tokens."""
     resumed = output.scheduled_cached_reqs.resumed_req_ids
@@ -86,20 +90,13 @@ def _park(batch: InputBatch, output: SchedulerOutput) -> InputBatch:
     leaving = [r for r in batch.row_of if r not in scheduled]
     if not leaving:
         return batch
-    parked = dict(batch.parked)
-    for req_id in leaving:
-        row = batch.row_of[req_id]
-        parked[req_id] = Parked(
-            request=occupied(batch.rows.requests[row]),
-            tokens=occupied(batch.rows.tokens[row]),
-            block_ids=tuple(occupied(group[row]) for group in batch.rows.block_ids),
-            num_computed_tokens=int(batch.columns.num_computed_tokens_settled[row]),
-        )
+    parked = {**batch.parked, **{req_id: as_parked(batch, req_id) for req_id in leaving}}
     return replace(release(batch, leaving), parked=MappingProxyType(parked))
 
 
 def _arriving(batch: InputBatch, new: NewRequestData) -> Parked:
     """A new request. An id that is known already was parked above and starts over with the longer prompt."""
+    check_supported(new)
     if new.sampling_params is None:
         raise SchedulerOutputError(f"new request {new.req_id!r} has no sampling_params: give it some")
     ids, limits = new.prompt_token_ids, batch.limits
@@ -108,6 +105,13 @@ def _arriving(batch: InputBatch, new: NewRequestData) -> Parked:
             f"new request {new.req_id!r} has a prompt of {len(ids)} tokens: send 1 to {limits.max_model_len - 1}, so "
             f"that one can follow within max_model_len, with ids from 0 to {limits.vocab_size - 1}"
         )
+    validate(
+        new.sampling_params,
+        limits.vocab_size,
+        limits.max_model_len,
+        eos_token_ids=limits.eos_token_ids,
+        req_id=new.req_id,
+    )
     tokens = Tape.of(ids)
     request = CachedRequestState(
         req_id=new.req_id,
@@ -222,8 +226,9 @@ def _lay_out(
     start = _starts(batch, output, at, known)
     end = start + counts
     check_counts(batch, output, at, start, end)
+    holders = with_one_writer(batch, at, start, end)
     if output.block_copies or output.new_block_ids_to_zero:
-        check_block_orders(batch, output)
+        check_block_orders(batch, output, holders)
     is_steady = rows is old.row_of_index and not np.count_nonzero(counts != _counts(old))
     max_seq_len = bucket(int(end.max())) if len(rows) else 0
     layout = _bounded(old, max_seq_len) if is_steady else _new_layout(batch, rows, at, counts, max_seq_len)
@@ -235,10 +240,18 @@ def _lay_out(
         parked=batch.parked,
         req_ids=batch.req_ids if rows is old.row_of_index else output.req_ids,
         layout=layout,
+        holders=holders,
         block_copies=output.block_copies,
         blocks_to_zero=output.new_block_ids_to_zero,
         clock=Clock(batch.clock.num_begun + bool(len(rows)), batch.clock.num_settled),
+        forks=_recent_forks(batch) if batch.forks else (),
     )
+
+
+def _recent_forks(batch: InputBatch) -> tuple[Fork, ...]:
+    """Those that the device has not heard of, or that unsettled steps have something to tell."""
+    clock = batch.clock
+    return tuple([f for f in batch.forks if f.num_begun == clock.num_begun or f.num_begun > clock.num_settled])
 
 
 def _with_bound(columns: Columns, bound: NDArray[np.int32]) -> Columns:

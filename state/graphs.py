@@ -89,6 +89,11 @@ class CapturedSteps:
         Nothing that a request could notice changes: the captured batches are padding, and the ledger is put back.
         `watch` wraps the keys, to show progress.
 
+        Upstream locks a workspace afterwards, because one that grew would leave graphs with the address of the old one.
+        Here kernels allocate their scratch where they run: under capture it comes from the graphs' own pool, which
+        keeps its addresses as long as they live, in sizes that a graph's key fixes. Nothing that a graph reads can
+        grow, so nothing has to be locked.
+
         Raises:
             CaptureError: a step that returns a leaf of the state in fresh storage.
         """

@@ -37,6 +37,20 @@ class Leased:
         return self._buffers is buffers
 
     @property
+    def buffers(self) -> Lender:
+        """What it is on."""
+        return self._buffers
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether no step has consumed it since, and none has failed."""
+        try:
+            self._buffers.read(self._generation)
+        except StaleStateError:
+            return False
+        return True
+
+    @property
     def generation(self) -> int:
         """The step that made this state."""
         return self._generation

@@ -1,5 +1,7 @@
 """`Pending`: a step's output on its way to the host."""
 
+from typing import Generic, TypeVar
+
 import numpy as np
 import torch
 import torch.utils._pytree as pytree
@@ -8,30 +10,45 @@ from torch import Tensor
 from purestep.pure.records.batch import InputBatch
 from purestep.pure.records.outputs import StepOutput
 
+T = TypeVar("T")
 
-class Pending:
-    """The output of the step of `batch`; `result` waits for it. Settle with both: settle(now, batch, result()).
+
+class ToHost(Generic[T]):
+    """A tree of tensors on its way to the host; `result` waits for it.
 
     It is copied at once, since the next replay overwrites what a captured step returned. On a GPU the copies are queued
-    behind the step and before the next one; `result` waits for them and for nothing that came later.
+    behind what made the tensors; `result` waits for them and for nothing that came later.
     """
 
-    __slots__ = ("_event", "_output", "batch")
+    __slots__ = ("_event", "_tree")
 
-    def __init__(self, batch: InputBatch, output: StepOutput) -> None:
-        self.batch = batch
+    def __init__(self, tree: T) -> None:
         self._event: torch.cuda.Event | None = None
-        self._output: StepOutput = pytree.tree_map(_on_its_way, output)
-        if output.sampled_token_ids.is_cuda:
+        self._tree: T = pytree.tree_map(_on_its_way, tree)
+        if any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in pytree.tree_leaves(tree)):
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
-    def result(self) -> StepOutput:
-        """The output on the host, numpy arrays in the order of `batch.req_ids`."""
+    def result(self) -> T:
+        """The same tree of numpy arrays."""
         if self._event is not None:
             self._event.synchronize()
-        output: StepOutput = pytree.tree_map(_as_numpy, self._output)
-        return output
+        tree: T = pytree.tree_map(_as_numpy, self._tree)
+        return tree
+
+
+class Pending:
+    """The output of the step of `batch`; `result` waits for it. Settle with both: settle(now, batch, result())."""
+
+    __slots__ = ("_output", "batch")
+
+    def __init__(self, batch: InputBatch, output: StepOutput) -> None:
+        self.batch = batch
+        self._output = ToHost(output)
+
+    def result(self) -> StepOutput:
+        """The output on the host, numpy arrays in the order of `batch.req_ids`."""
+        return self._output.result()
 
 
 def _on_its_way(leaf: Tensor | None) -> Tensor | None:

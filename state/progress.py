@@ -29,7 +29,8 @@ def progress(total: int, *, shown: bool) -> Iterator[Report]:
         TextColumn("{task.fields[rate]:,.0f} tokens/s"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    # Results may be printed while the bar is shown; rich would send them where the bar goes.
+    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as bar:
         task = bar.add_task("prompts", total=total, rate=0.0)
         num_tokens = 0
 

@@ -5,14 +5,18 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from purestep.pure.errors import InvalidRequestError
+from purestep.pure.record import record
 
 
-@attrs.frozen
+@record
 class SampleLogprobs:
-    """Log-probabilities of one sample, a row per token. Column 0 is the sampled token, then the likeliest ones."""
+    """Log-probabilities of one sample, a row per token.
 
-    token_ids: Int32[np.ndarray, "tokens n+1"]
-    logprobs: Float32[np.ndarray, "tokens n+1"]
+    Column 0 is the sampled token, then come as many of the likeliest ones as were asked for.
+    """
+
+    token_ids: Int32[np.ndarray, "tokens candidates"]
+    logprobs: Float32[np.ndarray, "tokens candidates"]
     ranks: Int32[np.ndarray, " tokens"]  # of the sampled token, 1 for the likeliest
 
 

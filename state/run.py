@@ -15,6 +15,7 @@ from purestep.pure.models.model import Model, prepare_params
 from purestep.pure.record import replace
 from purestep.pure.records.params import Params
 from purestep.pure.records.plan import StepPlan
+from purestep.pure.records.state import StepState
 from purestep.pure.step import execute, sample, unroll
 from purestep.state.buffers import PersistentBuffers
 from purestep.state.graph_api import GraphApi
@@ -74,6 +75,7 @@ def run(
     Raises:
         StaleStateError: the lease was consumed by another step.
         PlanBaseError: the plan starts from another batch than the state reflects; the lease stays good.
+        DispatchError: the plan's batch is padded to more requests than the buffers hold; the lease stays good.
     """
     leased, (pending,) = run_unrolled(bound, leased, (plan,), key=key)
     return leased, pending
@@ -90,14 +92,10 @@ def run_unrolled(
     Raises:
         StaleStateError, PlanBaseError: as `run`; the latter also for a plan, after the first, that brings something.
     """
-    _check(bound, leased, plans)
     num_steps = len(plans)
     buffers, captured = bound.buffers, bound.captured
-    state = buffers.begin(leased.generation)
     with torch.no_grad():
-        if not plans[0].inbox.is_empty:
-            state = replace(state, inbox=stage(plans[0].inbox, buffers.device))
-            state = buffers.place(absorb(state, kernels=bound.kernels))
+        state = begin(bound, leased, plans)
         if key is None:
             state, outputs = unroll(bound.model, bound.prepared, state, num_steps, kernels=bound.kernels)
         else:
@@ -111,6 +109,17 @@ def run_unrolled(
                 outputs = captured.replay(key)
         pending = tuple(Pending(p.batch, output) for p, output in zip(plans, outputs, strict=True))
     return buffers.adopt(state, plans[-1].batch), pending
+
+
+def begin(bound: BoundStep, leased: Leased, plans: Sequence[StepPlan]) -> StepState:
+    """The state with the first of the plans taken in, to be written by steps: the lease is void until it is adopted."""
+    _check(bound, leased, plans)
+    buffers, inbox = bound.buffers, plans[0].inbox
+    state = buffers.begin(leased.generation)
+    if inbox.is_empty:
+        return state
+    staged = replace(state, inbox=stage(inbox, buffers.device))
+    return buffers.place(absorb(staged, kernels=bound.kernels))
 
 
 def _check(bound: BoundStep, leased: Leased, plans: Sequence[StepPlan]) -> None:
@@ -133,4 +142,5 @@ def _check(bound: BoundStep, leased: Leased, plans: Sequence[StepPlan]) -> None:
                 f"plan {i} of {len(plans)} brings the device {len(plan.inbox.data)} words: unrolled steps take in the "
                 "first plan only; run this one in a step of its own"
             )
+        bound.buffers.check_layout(plan.batch.layout)
         base = plan.batch

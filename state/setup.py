@@ -1,5 +1,6 @@
 """What an engine is made of: the model, how much it can hold, and the buffers for it."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,21 +10,26 @@ import torch
 from purestep.kernels.donating import donating
 from purestep.kernels.types import Kernels
 from purestep.pure.dispatch import capture_descriptors, dispatch_keys
-from purestep.pure.errors import InvalidParameterError
+from purestep.pure.errors import InvalidParameterError, KVCacheConfigError
 from purestep.pure.graph_modes import has_pieces, resolve_cudagraph_mode
+from purestep.pure.kv_config import MIN_BLOCKS, kv_cache_config
 from purestep.pure.models.model import Model
 from purestep.pure.records.batch import BatchLimits
 from purestep.pure.records.dispatch import AttentionCGSupport, CUDAGraphMode, DispatchConfig, DispatchKeys
+from purestep.pure.records.kv_config import KVCacheConfig
 from purestep.pure.records.layout import SamplerShape
 from purestep.pure.records.params import Params
 from purestep.pure.records.queue import SchedulerConfig
 from purestep.state.buffers import PersistentBuffers
+from purestep.state.device_memory import CudaMemory, DeviceMemory
 from purestep.state.graph_api import GraphApi
 from purestep.state.graphs import CaptureReport, GraphKey
 from purestep.state.loading.load import load_model
 from purestep.state.loading.loaded import LoadedModel
+from purestep.state.profile import determine_available_memory
 from purestep.state.progress import watched
 from purestep.state.run import BoundStep
+from purestep.state.weights import placed
 
 DEFAULT_KV_CACHE_BYTES = 512 * 2**20
 Source = str | Path | LoadedModel | tuple[Model, Params] | None
@@ -33,7 +39,8 @@ Source = str | Path | LoadedModel | tuple[Model, Params] | None
 class Sizes:
     """How much an engine holds and does at once. None: as much as model and cache allow."""
 
-    kv_cache_bytes: int = DEFAULT_KV_CACHE_BYTES
+    kv_cache_bytes: int | None = None  # None: what gpu_memory_utilization leaves; without a GPU 512 MiB
+    gpu_memory_utilization: float = 0.9  # share of a GPU's memory that may be in use, by anybody
     block_size: int = 16
     max_model_len: int | None = None
     max_num_reqs: int = 64
@@ -56,8 +63,12 @@ class Sizes:
             "block_horizon",
         ):
             value = getattr(self, name)
-            if value < 1:
+            if value is not None and value < 1:
                 raise InvalidParameterError(f"{name}={value}: it must be at least 1")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise InvalidParameterError(
+                f"gpu_memory_utilization={self.gpu_memory_utilization}: it is a share, above 0 and at most 1"
+            )
         if self.max_model_len is not None and self.max_model_len < 2:
             raise InvalidParameterError(
                 f"max_model_len={self.max_model_len}: a prompt and an output need 2 tokens"
@@ -82,37 +93,77 @@ def usable_device(device: torch.device | str) -> torch.device:
 
 
 def resolve(source: Source, *, dtype: torch.dtype, device: torch.device, tokenizer: Any) -> LoadedModel:
-    """A model from wherever it is: a folder, file or hub id, None for the default, or one already in memory."""
-    if isinstance(source, LoadedModel):
-        return source if tokenizer is None else attrs.evolve(source, tokenizer=tokenizer)
+    """A model from wherever it is: a folder, file or hub id, None for the default, or one already in memory.
+
+    Weights in memory are moved to `device` and cast to `dtype`; those that are so already are shared, not copied.
+
+    Raises:
+        ModelLoadError: a model that can not be loaded.
+        InvalidParameterError: a torch module on another device.
+    """
     if isinstance(source, tuple):
         model, params = source
-        return LoadedModel(name=model.name, model=model, params=params, tokenizer=tokenizer)
+        source = LoadedModel(name=model.name, model=model, params=params)
+    if isinstance(source, LoadedModel):
+        params = placed(source.model, source.params, dtype=dtype, device=device)
+        return attrs.evolve(source, params=params, tokenizer=tokenizer or source.tokenizer)
     return load_model(source, dtype=dtype, device=device, tokenizer=tokenizer)
 
 
-def limits_of(loaded: LoadedModel, sizes: Sizes, *, dtype: torch.dtype, seed: int) -> BatchLimits:
-    """What a batch can hold when the KV cache takes `sizes.kv_cache_bytes`.
+def kv_cache_of(
+    loaded: LoadedModel,
+    sizes: Sizes,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Kernels | None,
+    memory: DeviceMemory | None = None,
+) -> KVCacheConfig:
+    """The KV cache for these sizes. If they say nothing, on a GPU: all that a trial run leaves, and can be of use.
+
+    `memory` is that of the device; without a GPU it is not asked.
 
     Raises:
-        InvalidParameterError: a cache too small for one block beside the null block, or a length that the model's
-            positions do not reach.
+        InvalidParameterError: a cache too small for one block beside the null block, or no type for keys and values.
+        DeviceMemoryError: the trial run finds no memory left.
     """
-    model = loaded.model
+    layers, num_bytes = loaded.model.kv_layers, sizes.kv_cache_bytes
     if not dtype.is_floating_point:
         raise InvalidParameterError(
             f"dtype={dtype}: keys and values are floating-point numbers; use float32 or bfloat16"
         )
-    num_groups = 1 + max((layer.group for layer in model.kv_layers), default=0)
-    per_block = sum(
-        2 * sizes.block_size * k.num_kv_heads * k.head_dim * dtype.itemsize for k in model.kv_layers
-    )
-    num_blocks = sizes.kv_cache_bytes // per_block
-    if num_blocks < 2:
-        raise InvalidParameterError(
-            f"kv_cache_bytes={sizes.kv_cache_bytes:,} holds {num_blocks} blocks of {per_block:,} bytes; the null block "
-            f"and one more are needed: give at least {2 * per_block:,}, or a smaller block_size than {sizes.block_size}"
+    num_groups = 1 + max((layer.group for layer in layers), default=0)
+    config = partial(kv_cache_config, layers, block_sizes=(sizes.block_size,) * num_groups, dtype=dtype)
+    if memory is None and device.type == "cuda":
+        memory = CudaMemory(device)
+    if num_bytes is None and memory is not None:
+        smallest = config(max_num_blocks=MIN_BLOCKS)
+        limits = limits_of(loaded, smallest, sizes, seed=0)
+        bound = bind(loaded, limits, smallest, device=device, kernels=kernels, graph_api=None)
+        num_bytes = determine_available_memory(
+            bound,
+            sizes.max_num_batched_tokens,
+            memory=memory,
+            gpu_memory_utilization=sizes.gpu_memory_utilization,
         )
+        bound.buffers.close()
+        most = 1 + sizes.max_num_reqs * -(-limits.max_model_len // sizes.block_size)
+        return config(num_bytes=num_bytes, max_num_blocks=most)
+    try:
+        return config(num_bytes=DEFAULT_KV_CACHE_BYTES if num_bytes is None else num_bytes)
+    except KVCacheConfigError as error:
+        raise InvalidParameterError(
+            f"kv_cache_bytes={num_bytes}, block_size={sizes.block_size}: {error}"
+        ) from error
+
+
+def limits_of(loaded: LoadedModel, kv_config: KVCacheConfig, sizes: Sizes, *, seed: int) -> BatchLimits:
+    """What a batch can hold with this KV cache.
+
+    Raises:
+        InvalidParameterError: a length that the model's positions do not reach.
+    """
+    model = loaded.model
     max_model_len = sizes.max_model_len or model.max_position_embeddings
     if max_model_len > model.max_position_embeddings:
         raise InvalidParameterError(
@@ -122,10 +173,11 @@ def limits_of(loaded: LoadedModel, sizes: Sizes, *, dtype: torch.dtype, seed: in
         max_num_reqs=sizes.max_num_reqs,
         max_model_len=max_model_len,
         vocab_size=model.vocab_size,
-        block_sizes=(sizes.block_size,) * num_groups,
-        num_blocks=(num_blocks,) * num_groups,
+        block_sizes=kv_config.block_sizes,
+        num_blocks=(kv_config.num_blocks,) * len(kv_config.groups),
         eos_token_ids=loaded.eos_token_ids,
         seed=seed,
+        kernel_block_sizes=kv_config.kernel_block_sizes,
     )
 
 
@@ -179,8 +231,8 @@ def graph_keys(keys: DispatchKeys) -> list[GraphKey]:
 def bind(
     loaded: LoadedModel,
     limits: BatchLimits,
+    kv_config: KVCacheConfig,
     *,
-    dtype: torch.dtype,
     device: torch.device,
     kernels: Kernels | None,
     graph_api: GraphApi | None,
@@ -188,7 +240,7 @@ def bind(
     """The step on buffers of its own, with the kernels of its device unless others are given."""
     if kernels is None:
         kernels = cuda_kernels() if device.type == "cuda" else donating
-    buffers = PersistentBuffers(loaded.model, limits, dtype=dtype, device=device)
+    buffers = PersistentBuffers(loaded.model, limits, kv_config=kv_config, device=device)
     return BoundStep(
         buffers=buffers, model=loaded.model, params=loaded.params, kernels=kernels, graph_api=graph_api
     )

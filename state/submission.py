@@ -1,10 +1,12 @@
 """`Submission`: a prompt on its way through the engine, with its n samples."""
 
 import operator
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from purestep.pure.errors import InvalidParameterError, InvalidRequestError
+from purestep.pure.record import record
 from purestep.pure.records.queue import Request
 from purestep.pure.records.sampling_params import SamplingParams
 from purestep.state.loading.tokenizer import Tokenizer
@@ -14,34 +16,30 @@ from purestep.state.transcript import Transcript
 Prompt = str | Sequence[int]
 
 
+@record
 class Submission:
-    """A prompt's id, tokens and transcripts. Its samples are requests of the scheduler, named after it."""
+    """A prompt's id, tokens and parameters. Its samples are requests of the scheduler, named after it."""
 
-    def __init__(
-        self,
-        req_id: str,
-        prompt: Prompt,
-        params: SamplingParams,
-        tokenizer: Tokenizer | None,
-        *,
-        number: int = 0,
-        add_special_tokens: bool = True,
-    ) -> None:
-        if params.stop and (tokenizer is None or not params.detokenize):
-            raise InvalidParameterError(
-                f"stop={params.stop}: stop strings are looked for in text, and this request has none: "
-                "give stop_token_ids, or a tokenizer and detokenize=True"
-            )
-        self.req_id = req_id
-        self.number = number  # how many samples were submitted before it
-        self.params = params
-        self.prompt = prompt if isinstance(prompt, str) else None
-        self.prompt_token_ids = _token_ids(prompt, tokenizer, add_special_tokens)
-        self.transcripts = tuple(Transcript(i, params, tokenizer) for i in range(params.n))
-        self.sample_ids = (req_id,) if params.n == 1 else tuple(f"{req_id}#{i}" for i in range(params.n))
-        self.num_cached_tokens = 0
+    req_id: str
+    number: int  # how many samples were submitted before it: that of its first sample
+    params: SamplingParams
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    num_cached_tokens: int = 0
 
-    def requests(self, *, arrival: int, stream: int, priority: int, eos: tuple[int, ...]) -> list[Request]:
+    @property
+    def sample_ids(self) -> tuple[str, ...]:
+        """The ids of its samples' requests."""
+        if self.params.n == 1:
+            return (self.req_id,)
+        return tuple([f"{self.req_id}#{i}" for i in range(self.params.n)])
+
+    @property
+    def sample_numbers(self) -> range:
+        """The numbers of its samples, which no other sample ever has."""
+        return range(self.number, self.number + self.params.n)
+
+    def requests(self, *, stream: int, priority: int, eos: tuple[int, ...]) -> list[Request]:
         """The samples as the scheduler's requests; all but the first share the first one's prompt blocks."""
         first = self.sample_ids[0]
         return [
@@ -50,7 +48,7 @@ class Submission:
                 prompt_token_ids=self.prompt_token_ids,
                 sampling_params=self.params,
                 priority=priority,
-                arrival=arrival + i,
+                arrival=self.number + i,
                 stream=stream + i,
                 eos_token_ids=eos,
                 fork_of=None if i == 0 else first,
@@ -58,26 +56,45 @@ class Submission:
             for i, sample_id in enumerate(self.sample_ids)
         ]
 
-    @property
-    def finished(self) -> bool:
-        """Whether every sample has ended."""
-        return all(transcript.finished for transcript in self.transcripts)
-
-    def output(self) -> RequestOutput:
-        """The prompt and its samples so far."""
+    def output(self, transcripts: Iterable[Transcript]) -> RequestOutput:
+        """The prompt and its samples so far, whose transcripts these are."""
         return RequestOutput(
             req_id=self.req_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            outputs=tuple(t.output() for t in self.transcripts),
+            outputs=tuple([transcript.output() for transcript in transcripts]),
             num_cached_tokens=self.num_cached_tokens,
         )
+
+
+def new_submission(
+    req_id: str,
+    prompt: Prompt,
+    params: SamplingParams,
+    tokenizer: Tokenizer | None,
+    *,
+    number: int,
+    add_special_tokens: bool = True,
+) -> Submission:
+    """A prompt as it is submitted.
+
+    Raises:
+        InvalidParameterError: stop strings, and no text to look for them.
+        InvalidRequestError: a prompt that is neither token ids nor text that can be had as such.
+    """
+    if params.stop and (tokenizer is None or not params.detokenize):
+        raise InvalidParameterError(
+            f"stop={params.stop}: stop strings are looked for in text, and this request has none: "
+            "give stop_token_ids, or a tokenizer and detokenize=True"
+        )
+    text = prompt if isinstance(prompt, str) else None
+    return Submission(req_id, number, params, text, _token_ids(prompt, tokenizer, add_special_tokens))
 
 
 def _token_ids(prompt: Prompt, tokenizer: Tokenizer | None, add_special_tokens: bool) -> tuple[int, ...]:
     if not isinstance(prompt, str):
         try:
-            return tuple(operator.index(token) for token in prompt)
+            return tuple(map(operator.index, prompt))
         except (TypeError, ValueError):
             raise InvalidRequestError(
                 f"a prompt is text or token ids (whole numbers), got {prompt!r}"
@@ -86,7 +103,13 @@ def _token_ids(prompt: Prompt, tokenizer: Tokenizer | None, add_special_tokens: 
         raise InvalidRequestError(
             "a prompt is text, and this model has no tokenizer: give token ids, or a tokenizer"
         )
-    return tuple(tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
+    try:
+        return tuple(tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
+    except TypeError:  # what tokenizers says of it
+        raise InvalidRequestError(
+            f"prompt {reprlib.repr(prompt)}: half of a character is in it (a lone surrogate), which no text can hold: "
+            "decode it as UTF-8"
+        ) from None
 
 
 def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -1,9 +1,12 @@
-"""`Transcript`: one sample's tokens as they become text, stop strings included."""
+"""`Transcript`: one sample's tokens as they become text, stop strings included. A token makes a new one of it."""
 
 import time
+from typing import Any
 
 import numpy as np
 
+from purestep.pure.arrays import Tape
+from purestep.pure.record import record, replace
 from purestep.pure.records.outputs import LogprobsTensors
 from purestep.pure.records.sampling_params import SamplingParams
 from purestep.pure.scheduler import find_stop
@@ -11,91 +14,119 @@ from purestep.state.loading.tokenizer import StreamDecoder, Tokenizer
 from purestep.state.results import CompletionOutput, SampleLogprobs
 
 
+@record
 class Transcript:
-    """Collects a sample's tokens, text and log-probabilities.
+    """A sample's tokens, text and log-probabilities so far.
 
-    Text that may yet turn out to be the beginning of a stop string is held back from `settled_text`.
+    Text that may yet turn out to be the beginning of a stop string is held back until it can not.
     """
 
-    def __init__(self, index: int, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
-        self._index = index
-        self._params = params
-        self._decoder: StreamDecoder | None = None
-        if tokenizer is not None and params.detokenize:
-            self._decoder = tokenizer.stream(skip_special_tokens=params.skip_special_tokens)
-        self._begun = time.monotonic()
-        self._seconds = 0.0
-        self._text = ""
-        self._search_from = 0
-        self._token_ids: list[int] = []
-        self._logprobs: list[tuple[np.ndarray, np.ndarray, int]] = []
-        self._finish_reason: str | None = None
-        self._stop_reason: int | str | None = None
-
-    def push(self, token_id: int, logprobs: LogprobsTensors | None, row: int, is_stop: bool) -> str | None:
-        """Take one token; the stop string that it completes, if it does. `logprobs` is on the host.
-
-        A stop token belongs to the tokens, not to the text.
-        """
-        self._token_ids.append(token_id)
-        wanted = self._params.logprobs
-        if wanted is not None and logprobs is not None:
-            width = None if wanted == -1 else wanted + 1
-            ids, values = logprobs.logprob_token_ids[row, :width], logprobs.logprobs[row, :width]
-            self._logprobs.append((np.array(ids), np.array(values), int(logprobs.selected_token_ranks[row])))
-        if self._decoder is None or is_stop:
-            return None
-        before = len(self._text)
-        self._text += self._decoder.push(token_id)
-        return self._cut_at_stop(before)
-
-    def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
-        """No token follows."""
-        if self._decoder is not None and not isinstance(stop_reason, str):
-            before = len(self._text)
-            self._text += self._decoder.finish()
-            self._cut_at_stop(before)
-        self._finish_reason, self._stop_reason = reason, stop_reason
-        self._seconds = time.monotonic() - self._begun
+    index: int  # among the prompt's samples
+    params: SamplingParams
+    decoder: StreamDecoder | None  # never fed: a copy of it is
+    begun: float  # on the monotonic clock, seconds
+    token_ids: Tape
+    text: str = ""
+    search_from: int = 0  # characters before it end nothing
+    logprobs: Any = None  # (those of the tokens before, ids, values, rank)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    seconds: float = 0.0
 
     @property
     def finished(self) -> bool:
         """Whether no token follows."""
-        return self._finish_reason is not None
-
-    def _cut_at_stop(self, before: int) -> str | None:
-        stops = self._params.stop
-        if not stops:
-            return None
-        if len(self._token_ids) < self._params.min_tokens:
-            self._search_from = len(self._text)  # what stands before min_tokens ends nothing
-            return None
-        found = find_stop(self._text, stops, max(self._search_from, before - max(map(len, stops)) + 1))
-        if found is None:
-            return None
-        self._text = self._text[: found[0]]
-        return found[1]
+        return self.finish_reason is not None
 
     def output(self) -> CompletionOutput:
         """The sample so far; of a running one, only the text that no stop string can take back."""
-        text = self._text
-        if self._finish_reason is None and self._params.stop:
-            text = text[: max(0, len(text) - max(map(len, self._params.stop)) + 1)]
+        text = self.text
+        if self.finish_reason is None and self.params.stop:
+            text = text[: max(0, len(text) - max(map(len, self.params.stop)) + 1)]
         return CompletionOutput(
-            index=self._index,
+            index=self.index,
             text=text,
-            token_ids=tuple(self._token_ids),
-            finish_reason=self._finish_reason,
-            stop_reason=self._stop_reason,
-            logprobs=self._collected(),
-            seconds=self._seconds if self._finish_reason else time.monotonic() - self._begun,
+            token_ids=tuple(self.token_ids.tolist()),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logprobs=_collected(self),
+            seconds=self.seconds if self.finish_reason else time.monotonic() - self.begun,
         )
 
-    def _collected(self) -> SampleLogprobs | None:
-        if self._params.logprobs is None:
-            return None
-        if not self._logprobs:
-            nothing = np.zeros((0, 1))
-            return SampleLogprobs(nothing.astype(np.int32), nothing.astype(np.float32), np.zeros(0, np.int32))
-        ids, values, ranks = zip(*self._logprobs, strict=True)
-        return SampleLogprobs(np.stack(ids), np.stack(values), np.asarray(ranks, np.int32))
+
+def new_transcript(index: int, params: SamplingParams, tokenizer: Tokenizer | None) -> Transcript:
+    """That of a sample without tokens. Without a tokenizer it has no text."""
+    decoder = None
+    if tokenizer is not None and params.detokenize:
+        decoder = tokenizer.stream(skip_special_tokens=params.skip_special_tokens)
+    return Transcript(index, params, decoder, time.monotonic(), Tape.of())
+
+
+def push(
+    transcript: Transcript, token_id: int, logprobs: LogprobsTensors | None, row: int, is_stop: bool
+) -> tuple[Transcript, str | None]:
+    """With one token more, and the stop string that it completes, if it does. `logprobs` is on the host.
+
+    A stop token belongs to the tokens, not to the text.
+    """
+    old, text, decoder, stop = transcript, transcript.text, transcript.decoder, None
+    token_ids, search_from = old.token_ids.append(token_id), old.search_from
+    if decoder is not None and not is_stop:
+        decoder = decoder.copy()
+        text += decoder.push(token_id)
+        text, search_from, stop = _cut_at_stop(old, text, len(token_ids))
+    return Transcript(
+        old.index, old.params, decoder, old.begun, token_ids, text, search_from, _logprobs(old, logprobs, row)
+    ), stop
+
+
+def finish(transcript: Transcript, reason: str, stop_reason: int | str | None = None) -> Transcript:
+    """The same, when no token follows."""
+    text = transcript.text
+    if transcript.decoder is not None and not isinstance(stop_reason, str):
+        text += transcript.decoder.copy().finish()
+        text, _, _ = _cut_at_stop(transcript, text, len(transcript.token_ids))
+    return replace(
+        transcript,
+        decoder=None,
+        text=text,
+        finish_reason=reason,
+        stop_reason=stop_reason,
+        seconds=time.monotonic() - transcript.begun,
+    )
+
+
+def _cut_at_stop(before: Transcript, text: str, num_tokens: int) -> tuple[str, int, str | None]:
+    """Text up to the first stop string, where the next search begins, and that string."""
+    stops = before.params.stop
+    if not stops:
+        return text, 0, None
+    if num_tokens < before.params.min_tokens:
+        return text, len(text), None  # what stands before min_tokens ends nothing
+    start = max(before.search_from, len(before.text) - max(map(len, stops)) + 1)
+    found = find_stop(text, stops, start)
+    return (text, before.search_from, None) if found is None else (text[: found[0]], 0, found[1])
+
+
+def _logprobs(transcript: Transcript, logprobs: LogprobsTensors | None, row: int) -> Any:
+    wanted = transcript.params.logprobs
+    if wanted is None or logprobs is None:
+        return transcript.logprobs
+    width = None if wanted == -1 else wanted + 1
+    ids, values = logprobs.logprob_token_ids[row, :width], logprobs.logprobs[row, :width]
+    rank = int(logprobs.selected_token_ranks[row])
+    return transcript.logprobs, np.array(ids), np.array(values), rank
+
+
+def _collected(transcript: Transcript) -> SampleLogprobs | None:
+    if transcript.params.logprobs is None:
+        return None
+    entries, link = [], transcript.logprobs
+    while link is not None:
+        link, *entry = link
+        entries.append(entry)
+    if not entries:
+        nothing = np.zeros((0, 1))
+        return SampleLogprobs(nothing.astype(np.int32), nothing.astype(np.float32), np.zeros(0, np.int32))
+    ids, values, ranks = zip(*reversed(entries), strict=True)
+    return SampleLogprobs(np.stack(ids), np.stack(values), np.asarray(ranks, np.int32))

@@ -1,30 +1,51 @@
 """`Turns`: what the engine knows between steps, and the steps that are in flight.
 
-A turn is schedule -> update_states -> plan_step -> run, and, for the oldest step in flight, settle -> update. What is
-known is one immutable record, replaced as a whole: a turn that fails leaves the old one, and one that fails while the
-buffers are written has every running request computed again.
+A turn is schedule -> update_states -> plan_step -> run, and, for the oldest step in flight, settle -> update; then its
+tokens are published. What is known is one immutable record, replaced as a whole: whatever interrupts a turn, and
+wherever, leaves the old one or the new one. If the buffers were being written, every running request is computed again;
+a step that has landed stays until it is published.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import count
+from typing import Any
 
 import attrs
+import numpy as np
 
 from purestep.pure.dispatch import determine_batch_execution_and_padding
+from purestep.pure.errors import OutOfBlocksError
+from purestep.pure.fork import fork_request, keep_blocks
 from purestep.pure.padding import pad_batch
 from purestep.pure.plan import plan_step
 from purestep.pure.records.batch import BatchLimits, InputBatch
 from purestep.pure.records.dispatch import CUDAGraphMode, DispatchKeys
-from purestep.pure.records.outputs import StepOutput
 from purestep.pure.records.params import Params
-from purestep.pure.records.queue import Finished, Queue, Request
-from purestep.pure.records.scheduler_output import SchedulerOutput
-from purestep.pure.scheduler import abort, add, finish, preempt_all, schedule, set_version, update
+from purestep.pure.records.queue import Queue, Request
+from purestep.pure.rows import drop, free_rows
+from purestep.pure.scheduler import (
+    abort,
+    add,
+    finish,
+    fork,
+    go_back,
+    hold,
+    let_go,
+    preempt_all,
+    schedule,
+    set_version,
+    update,
+)
 from purestep.pure.settle import give_up, settle
 from purestep.pure.update import update_states
+from purestep.state.book import Book, Heir, InFlight, Landed, admit, known, publish, told
+from purestep.state.book import abort as book_abort
+from purestep.state.engine_moment import EngineMoment, Known
 from purestep.state.graphs import GraphKey
 from purestep.state.lease import Leased
-from purestep.state.pending import Pending
+from purestep.state.moments import remember, rewind
+from purestep.state.results import RequestOutput
 from purestep.state.run import BoundStep, rebind, run
 
 
@@ -35,25 +56,10 @@ class Now:
     queue: Queue
     batch: InputBatch
     leased: Leased
-
-
-@attrs.frozen
-class InFlight:
-    """A step whose output is on its way; `age` says how old requests are that it can concern."""
-
-    scheduled: SchedulerOutput
-    pending: Pending
-    age: int
-
-
-@attrs.frozen
-class Landed:
-    """A step whose output is known: what it was, what it brought, which requests ended with it."""
-
-    scheduled: SchedulerOutput
-    output: StepOutput
-    finished: tuple[Finished, ...]
-    age: int
+    bound: BoundStep
+    book: Book
+    in_flight: tuple[InFlight, ...] = ()  # oldest first
+    landed: Landed | None = None  # not published yet
 
 
 class Turns:
@@ -67,71 +73,169 @@ class Turns:
         dispatch_keys: DispatchKeys,
         steps_ahead: int,
     ) -> None:
-        self.bound = bound
         self._dispatch_keys = dispatch_keys
         self._steps_ahead = steps_ahead
-        self._in_flight: deque[InFlight] = deque()
-        self.now = Now(queue, InputBatch.make_empty(limits), bound.buffers.lease())
+        self.num_rewinds = 0
+        self._moment_numbers = count()
+        self._last_numbers: tuple[Any, Any, tuple[int, ...]] = (None, None, ())
+        self._dropped: deque[int] = (
+            deque()
+        )  # moments that nobody has any more, in a container that anybody may fill
+        self.now = Now(queue, InputBatch.make_empty(limits), bound.buffers.lease(), bound, Book())
 
-    def turn(self, age: int) -> tuple[SchedulerOutput | None, Landed | None]:
-        """The step that was begun, if anything was scheduled, and the one whose output is known now, if any."""
-        scheduled = self._begin(age)
-        if self._in_flight and (scheduled is None or len(self._in_flight) > self._steps_ahead):
-            return scheduled, self._land()
-        return scheduled, None
+    @property
+    def bound(self) -> BoundStep:
+        """The step, with the parameters in use."""
+        return self.now.bound
 
-    def add(self, requests: Iterable[Request], *, vocab_size: int) -> None:
-        """Queue requests: all of them, or none and an error."""
+    def turn(self) -> None:
+        """Begin a step, if anything can be scheduled; take in the one whose output is to be known now, if any.
+
+        Raises:
+            OutOfBlocksError: moments hold so many blocks that no request can go on; nothing has changed then.
+        """
+        now = self.ready()
+        begun = len(now.in_flight) <= self._steps_ahead and self._begin()
+        if self.now.in_flight and (not begun or len(self.now.in_flight) > self._steps_ahead):
+            try:
+                self._land()
+            except Exception:
+                self._recover()
+                raise
+            self.publish()
+        elif not begun and len(self.now.queue.live):
+            self._refuse_to_stand_still()
+
+    def ready(self) -> Now:
+        """What is known, once what interrupted turns and dropped moments have left is cleared away.
+
+        Raises:
+            StaleStateError: the buffers are closed.
+        """
+        self.swept()
+        self.publish()
+        if not self.now.leased.is_valid:
+            self._recover()
+        return self.now
+
+    def swept(self) -> Now:
+        """What is known, without moments that were dropped."""
+        while self._dropped:
+            self.now = attrs.evolve(self.now, queue=let_go(self.now.queue, self._dropped[0]))
+            self._dropped.popleft()
+        return self.now
+
+    def publish(self) -> None:
+        """Put the tokens of a step that has landed into the book, and end samples at stop strings, all at once."""
+        now = self.now
+        if now.landed is None:
+            return
+        book, stopped = publish(now.book, now.landed)
+        queue = now.queue
+        for req_id, stop in stopped:
+            if req_id in queue.live:  # else its last token ended it already
+                queue = finish(queue, req_id, "stop", stop)
+        self.now = attrs.evolve(now, queue=queue, book=book, landed=None)
+
+    def add(self, requests: Iterable[Request], book: Book, *, vocab_size: int) -> None:
+        """Queue requests that are in this book: all of them, or none and an error."""
         queue = self.now.queue
         for request in requests:
             queue = add(queue, request, vocab_size=vocab_size)
-        self.now = attrs.evolve(self.now, queue=queue)
+        self.now = attrs.evolve(self.now, queue=queue, book=book)
 
-    def abort(self, req_ids: Iterable[str]) -> None:
-        """Drop requests; ids that are not in use are ignored."""
-        self.now = attrs.evolve(self.now, queue=abort(self.now.queue, req_ids))
+    def abort(self, req_ids: Sequence[str]) -> list[RequestOutput]:
+        """Drop submissions; what they have so far. Ids that are not in use are ignored."""
+        self.publish()
+        book, samples, outputs = book_abort(self.now.book, req_ids)
+        self.now = attrs.evolve(self.now, queue=abort(self.now.queue, samples), book=book)
+        return outputs
 
-    def finish(self, req_id: str, stop: str) -> None:
-        """End a request at a stop string, unless its last token ended it already."""
-        if req_id in self.now.queue.live:
-            self.now = attrs.evolve(self.now, queue=finish(self.now.queue, req_id, "stop", stop))
+    def told(self, numbers: Iterable[int]) -> None:
+        """There is no news of these submissions any more."""
+        self.now = attrs.evolve(self.now, book=told(self.now.book, numbers))
+
+    def forget(self) -> None:
+        """Nothing was submitted, and there is no news of anything."""
+        self.now = attrs.evolve(self.now, book=Book())
 
     def use(self, params: Params, *, keep_kv: bool) -> None:
         """Other parameters from the next step on; graphs are captured anew if the tensors lie elsewhere."""
-        queue = set_version(self.now.queue, params.version, keep_kv=keep_kv)
-        self.bound = rebind(self.bound, params)
-        self.now = attrs.evolve(self.now, queue=queue)
+        now = self.ready()
+        queue = set_version(now.queue, params.version, keep_kv=keep_kv)
+        self.now = attrs.evolve(now, queue=queue, bound=rebind(now.bound, params))
 
-    def _begin(self, age: int) -> SchedulerOutput | None:
+    def remember(self) -> EngineMoment:
+        """All that is known now, and the device's ledger: with steps in flight, as these will leave it."""
+        now = self.ready()
+        number = next(self._moment_numbers)
+        shareable = hold(now.queue, number)
+        now = attrs.evolve(now, queue=shareable.queue, batch=keep_blocks(now.batch, shareable.kept))
+        known = Known(now.queue, now.batch, now.book, now.in_flight)
+        moment = EngineMoment(number, known, remember(now.leased, now.batch), self._dropped)
+        self.now = now
+        return moment
+
+    def rewind(self, moment: EngineMoment) -> None:
+        """Know again what was known then, with the parameters of now. Steps in flight are dropped."""
+        now, then = self.ready(), moment.known_to(self._dropped)
+        queue = go_back(now.queue, then.queue)
+        leased = rewind(moment.device, now.leased)
+        self.num_rewinds += 1
+        self.now = Now(queue, then.batch, leased, now.bound, then.book, then.in_flight)
+
+    def fork(self, req_id: str, new_req_id: str, *, stream: int | None, book: Book) -> None:
+        """A sample goes on under a second id, which is in this book."""
+        now = self.ready()
+        parent, number, batch = known(now.book.samples, req_id), known(book.samples, new_req_id), now.batch
+        has_row = req_id in batch.row_of and bool(free_rows(drop(batch, [new_req_id])))
+        forked = fork(now.queue, req_id, new_req_id, arrival=number, stream=stream, has_row=has_row)
+        batch = keep_blocks(batch, forked.kept)
+        if forked.has_run:
+            batch = fork_request(batch, req_id, new_req_id, stream=stream, goes_on=forked.goes_on)
+        in_flight = tuple([_with_heir(step, parent, new_req_id, number) for step in now.in_flight])
+        self.now = attrs.evolve(now, queue=forked.queue, batch=batch, book=book, in_flight=in_flight)
+
+    def _begin(self) -> bool:
+        """Whether a step was begun. The new state is put down once, when the buffers have been written."""
         before = self.now
         queue, scheduled = schedule(before.queue)
         batch = update_states(before.batch, scheduled)
         if not scheduled.req_ids:
-            self.now = Now(queue, batch, before.leased)
-            return None
+            self.now = attrs.evolve(before, queue=queue, batch=batch)
+            return False
+        book = before.book
+        numbers = self._numbers_of(scheduled.req_ids, book)
+        if scheduled.scheduled_new_reqs:
+            book = admit(book, scheduled.scheduled_new_reqs)
         absorbed = before.leased.absorbed
         padded, key = self._dispatched(batch, absorbed)
-        plan = plan_step(padded, absorbed)
-        try:
-            leased, pending = run(self.bound, before.leased, plan, key=key)
-            self.now = Now(queue, batch, leased)
-            self._in_flight.append(InFlight(scheduled, pending, age))
-        except BaseException:
-            self._recover()
-            raise
-        return scheduled
+        leased, pending = run(before.bound, before.leased, plan_step(padded, absorbed), key=key)
+        flight = InFlight(scheduled.req_ids, numbers, pending)
+        self.now = Now(queue, batch, leased, before.bound, book, (*before.in_flight, flight))
+        return True
 
-    def _land(self) -> Landed:
-        try:
-            flight = self._in_flight.popleft()
-            output = flight.pending.result()
-            queue, finished = update(self.now.queue, flight.scheduled.req_ids, output)
-            batch = settle(self.now.batch, flight.pending.batch, output)
-            self.now = Now(queue, batch, self.now.leased)
-        except BaseException:
-            self._recover()
-            raise
-        return Landed(flight.scheduled, output, finished, flight.age)
+    def _land(self) -> None:
+        """The oldest step in flight is known. It stays in flight if its output can not be had now."""
+        now = self.now
+        flight = now.in_flight[0]
+        output = flight.pending.result()
+        queue, finished = update(now.queue, flight.req_ids, output)
+        self.now = attrs.evolve(
+            now,
+            queue=queue,
+            batch=settle(now.batch, flight.pending.batch, output),
+            in_flight=now.in_flight[1:],
+            landed=Landed(flight, output, finished),
+        )
+
+    def _numbers_of(self, req_ids: tuple[str, ...], book: Book) -> tuple[int, ...]:
+        """The samples' numbers; those of the last step, if its ids are these."""
+        last_ids, last_samples, numbers = self._last_numbers
+        if req_ids is not last_ids or book.samples is not last_samples:
+            numbers = tuple([known(book.samples, req_id) for req_id in req_ids])
+            self._last_numbers = req_ids, book.samples, numbers
+        return numbers
 
     def _dispatched(self, batch: InputBatch, absorbed: InputBatch) -> tuple[InputBatch, GraphKey | None]:
         """The batch as the device is to see it, and the graph that runs it; without one, the batch as it is."""
@@ -146,7 +250,31 @@ class Turns:
             return batch, None
         return pad_batch(batch, execution.descriptor, before=absorbed.layout), key
 
+    def _refuse_to_stand_still(self) -> None:
+        queue = self.now.queue
+        per_group = zip(*queue.moments.values(), strict=True)
+        held = [len(np.unique(np.concatenate(blocks))) for blocks in per_group]
+        raise OutOfBlocksError(
+            f"{len(queue.live)} requests are there and none can go on: {len(queue.moments)} moments hold {held} of "
+            f"{[n - 1 for n in queue.config.num_blocks]} blocks: close some of them, or abort requests"
+        )
+
     def _recover(self) -> None:
         """After a failure half-way: the buffers start empty, and every running request is computed again."""
-        self._in_flight.clear()
-        self.now = Now(preempt_all(self.now.queue), give_up(self.now.batch), self.bound.buffers.lease())
+        now = self.now
+        self.now = attrs.evolve(
+            now,
+            queue=preempt_all(now.queue),
+            batch=give_up(now.batch),
+            leased=now.bound.buffers.lease(),
+            in_flight=(),
+        )
+
+
+def _with_heir(step: InFlight, parent: int, req_id: str, number: int) -> InFlight:
+    """The step, bringing a fork what it brings the parent, if it runs that."""
+    rows = dict(zip(step.numbers, range(len(step.numbers)), strict=True))
+    rows |= {heir.number: heir.row for heir in step.heirs}
+    if parent not in rows:
+        return step
+    return attrs.evolve(step, heirs=(*step.heirs, Heir(req_id, number, rows[parent])))

@@ -112,13 +112,22 @@ def assert_prefix_kept(before: StepState, after: StepState, rows: Sequence[int])
 def assert_same_rows(a: StepState, b: StepState, rows: Sequence[int]) -> None:
     """Two states say the same of these rows: ledger, known tokens, blocks of computed ones, sampling parameters."""
     assert torch.equal(a.ledger.table[:, rows], b.ledger.table[:, rows])
+    assert torch.equal(a.sampling.floats[rows], b.sampling.floats[rows])
     assert torch.equal(a.sampling.table[rows], b.sampling.table[rows])
+    assert torch.equal(a.room[rows], b.room[rows])
     for row in rows:
         known, computed = int(a.ledger.num_known_tokens[row]), int(a.ledger.num_computed_tokens[row])
         assert torch.equal(a.token_ids[row, :known], b.token_ids[row, :known])
         for ours, theirs, size in zip(a.block_tables, b.block_tables, a.block_sizes, strict=True):
             used = -(-computed // size)
             assert torch.equal(ours[row, :used], theirs[row, :used])
+
+
+def assert_rewound(then: StepState, now: StepState, rows: Sequence[int]) -> None:
+    """The state is what it was: every bit of the ledger, and of these rows all that steps read."""
+    assert torch.equal(then.ledger.table, now.ledger.table), "the ledger is another one"
+    assert_same_rows(then, now, rows)
+    assert_prefix_kept(then, now, rows)
 
 
 def with_canary(state: StepState, value: float) -> StepState:

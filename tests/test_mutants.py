@@ -5,12 +5,10 @@ field failures. Without any patch the same tests must pass.
 """
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
-from types import ModuleType
 from typing import Any
 
-import attrs
 import pytest
 import torch
 from torch import Tensor
@@ -30,6 +28,9 @@ from purestep.pure.scheduler import set_version
 from purestep.pure.scheduler.admission import Beginning
 from purestep.state.buffers import PersistentBuffers
 from tests.bugs import test_kv_cache, test_prefill, test_sampling, tiny_engine
+from tests.bugs.buffer_mutants import BUFFER_MUTANTS
+from tests.bugs.runner_mutants import RUNNER_MUTANTS
+from tests.mutant import Mutant
 from tests.state import test_engine
 
 # A package may hold a function of a module's name, so modules are fetched by their full names.
@@ -47,18 +48,6 @@ plan, step, turns, setup, admission, updating = map(
 _beginnings, _leave = admission._beginnings, updating.leave
 
 Beginnings = tuple[RequestState, list[Beginning]]
-
-
-@attrs.frozen
-class Mutant:
-    """A patch, and the test that must fail on it."""
-
-    failure: str
-    what: str
-    test: Callable[[], None]
-    module: ModuleType
-    names: Mapping[str, Any]  # what is put there instead
-    error: type[Exception] = AssertionError  # how the test fails
 
 
 # H1: the query of a fully cached prompt is empty; a preempted request is taken for a decode.
@@ -95,6 +84,13 @@ def pads_with_minus_one(state: StepState, *, kernels: Kernels) -> StepInputs:
     inputs = prepare_inputs(state, kernels=kernels)
     sizes = torch.tensor(state.block_sizes)[:, None]
     return replace(inputs, slot_mapping=torch.where(inputs.slot_mapping < sizes, -1, inputs.slot_mapping))
+
+
+# H7: a row has no end, so its slots are in blocks of whoever has what its last request had.
+
+
+def runs_without_room(state: StepState, *, kernels: Kernels) -> StepInputs:
+    return prepare_inputs(replace(state, room=torch.full_like(state.room, 1 << 20)), kernels=kernels)
 
 
 # H11: another algorithm for large batches, which cuts ties.
@@ -180,6 +176,8 @@ def with_kernels(**functions: Any) -> dict[str, Kernels]:
 
 
 MUTANTS = [
+    *BUFFER_MUTANTS,
+    *RUNNER_MUTANTS,
     Mutant(
         "H1",
         "a full hit runs no token",
@@ -208,6 +206,13 @@ MUTANTS = [
         test_kv_cache.test_padding_writes_no_block_that_a_request_holds,
         step,
         {"prepare_inputs": pads_with_minus_one},
+    ),
+    Mutant(
+        "H7",
+        "a row goes on without blocks",
+        test_kv_cache.test_a_row_that_outruns_its_blocks_writes_no_block_of_another_request,
+        step,
+        {"prepare_inputs": runs_without_room},
     ),
     Mutant(
         "H11",

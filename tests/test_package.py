@@ -3,6 +3,7 @@
 import importlib
 import importlib.metadata
 import pickle
+import pkgutil
 import re
 import subprocess
 import sys
@@ -11,8 +12,11 @@ import tomllib
 import zipfile
 from pathlib import Path
 
+import attrs
 import pytest
 
+import purestep.pure
+from tests import checks
 from tests.syntax import FOLDERS, ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -74,8 +78,16 @@ def test_a_wheel_built_from_the_sdist_is_the_same(wheel: Path, sdist: Path, tmp_
     again = build("wheel", tmp_path / top, tmp_path)
 
     assert contents(again) == contents(wheel)
-    assert not any("/.ci/" in name for name in names)  # its links would be packed as second copies
     assert f"{top}/constraints.txt" in names
+
+
+def test_the_sdist_holds_nothing_that_only_a_clone_can_use(sdist: Path) -> None:
+    """Tests run through the links of .ci, and these would be packed as second copies of what they lead to."""
+    with tarfile.open(sdist) as archive:
+        inside = {name.split("/")[1] for name in archive.getnames()}
+
+    assert not inside & {".ci", "tests"}
+    assert {*FOLDERS, "notebooks", "pyproject.toml", "README.md", "LICENSE"} <= inside
 
 
 def test_an_editable_install_is_a_path_to_the_links(tmp_path: Path) -> None:
@@ -114,6 +126,15 @@ def test_contributing_names_tests_that_exist() -> None:
     for path, test in named:
         assert (ROOT / path).is_file(), path
         assert not test or f"def {test}(" in (ROOT / path).read_text(), f"{path}::{test}"
+
+
+def test_contributing_names_every_record_of_more_than_eight_fields() -> None:
+    for module in pkgutil.walk_packages(purestep.pure.__path__, "purestep.pure."):
+        importlib.import_module(module.name)
+    large = {record.__name__ for record in checks.records() if len(attrs.fields(record)) > 8}
+
+    assert {name for name in large if name not in (ROOT / "CONTRIBUTING.md").read_text()} == set()
+    assert "Kernels" in large
 
 
 def test_classes_are_found_again_by_another_process() -> None:

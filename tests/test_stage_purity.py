@@ -27,11 +27,9 @@ from purestep.pure.graph_modes import has_pieces
 from purestep.pure.initial import initial_state
 from purestep.pure.inputs import build_attention_metadata, prepare_inputs
 from purestep.pure.interop import sampling_params_from_vllm, stream_of
-from purestep.pure.kernel_blocks import expand_block_ids
 from purestep.pure.kv_config import (
     check_kv_cache_config,
     group_by_window,
-    kernel_block_ids,
     kernel_block_size,
     kv_cache_config,
     kv_cache_groups,
@@ -242,11 +240,9 @@ PLAIN: dict[FunctionType, tuple[Any, ...]] = {
     check_kv_cache_config: (KV_CONFIG,),
     dispatch_keys: (DispatchConfig((1, 2, 4), 4), CUDAGraphMode.FULL_AND_PIECEWISE),
     dummy_query_lens: (10, 4),
-    expand_block_ids: (np.arange(3, dtype=np.int32),),
     group_by_window: ([None, 4, None, 8],),
     has_pieces: (MODEL,),
     is_uniform_decode: (4, 2),
-    kernel_block_ids: (np.arange(3, dtype=np.int32), 2),
     kernel_block_size: (16, [(8, 16), (MultipleOf(4),)]),
     kv_cache_groups: (MODEL.kv_layers, [4, 2]),
     kv_cache_shape: (KV_CONFIG, 1),
@@ -259,7 +255,6 @@ PLAIN: dict[FunctionType, tuple[Any, ...]] = {
     stream_of: ("a request",),
 }
 KEYWORDS: dict[FunctionType, dict[str, Any]] = {
-    expand_block_ids: {"block_size": 8, "kernel_block_size": 4},
     is_uniform_decode: {"max_query_len": 2, "uniform_query_len": 2},
 }
 

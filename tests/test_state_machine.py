@@ -1,4 +1,4 @@
-"""Any order of arrivals, steps, late outputs, aborts and losses, in two worlds at once: see `Worlds` for the laws.
+"""Any order of arrivals, steps, late outputs, aborts, losses, forks and moments, in two worlds: see `Worlds` for the laws.
 
 Two machines do the same. One runs a toy model whose tokens are foretold in plain Python, so that integers are all that
 can go wrong; the other runs a small Llama in float64 and compares each request with its run alone.
@@ -20,17 +20,18 @@ from hypothesis.stateful import (
 
 from purestep.pure.models.model import Model
 from purestep.pure.record import replace
-from purestep.pure.records.batch import BatchLimits
+from purestep.pure.records.batch import BatchLimits, InputBatch
 from purestep.pure.records.params import Params
 from purestep.pure.records.queue import Request, SchedulerConfig
 from purestep.pure.records.sampling_params import SamplingParams
 from purestep.pure.records.sampling_rows import stop_ids_of
 from purestep.pure.records.scheduler_output import SchedulerOutput
+from purestep.pure.rows import with_entries
 from purestep.pure.scheduler.rows import length_limit
 from tests import toy_model
 from tests.profiles import examples
 from tests.tiny import Loop, new_request, scheduled, tiny_llama
-from tests.worlds import Worlds
+from tests.worlds import Streams, Worlds
 
 IDS = tuple("abcde")
 EOS = (0,)
@@ -121,8 +122,8 @@ class Machine(RuleBasedStateMachine):
     num_groups: ClassVar[int]
     worlds: Worlds
 
-    def expected(self, request: Request) -> tuple[int, ...]:
-        """The outputs of a request that runs alone."""
+    def expected(self, request: Request, streams: Streams) -> tuple[int, ...]:
+        """The outputs of a request that runs alone; those of a fork come from its ancestors' streams at first."""
         raise NotImplementedError
 
     @initialize(
@@ -166,6 +167,30 @@ class Machine(RuleBasedStateMachine):
                 eos_token_ids=EOS,
             )
         )
+
+    @precondition(lambda self: self.worlds.requests and self.free_ids(reuses=False))
+    @rule(data=st.data(), stream=st.sampled_from([None, 0, 1, 2]), reuses=st.booleans())
+    def forks(self, data: st.DataObject, stream: int | None, reuses: bool) -> None:
+        """A request goes on under a second id, from a random stream of its own or from its parent's."""
+        parent = data.draw(st.sampled_from(sorted(self.worlds.requests)))
+        self.num_added += 1
+        req_id = data.draw(st.sampled_from(self.free_ids(reuses=reuses)))
+        self.worlds.fork(parent, req_id, arrival=self.num_added, stream=stream)
+
+    @precondition(lambda self: len(self.worlds.moments) < 3)
+    @rule()
+    def remembers(self) -> None:
+        self.worlds.remember()
+
+    @precondition(lambda self: self.worlds.moments)
+    @rule(data=st.data())
+    def goes_back(self, data: st.DataObject) -> None:
+        self.worlds.go_back(data.draw(st.sampled_from(self.worlds.moments)))
+
+    @precondition(lambda self: self.worlds.moments)
+    @rule(data=st.data())
+    def forgets(self, data: st.DataObject) -> None:
+        self.worlds.let_go(data.draw(st.sampled_from(self.worlds.moments)))
 
     @rule(
         more_tokens=st.sampled_from([0, 0, 1, 5]),
@@ -229,7 +254,7 @@ class ToyMachine(Machine):
     model, params = toy_model.toy_model((0, 1))
     choices, num_groups = GREEDY, 2
 
-    def expected(self, request: Request) -> tuple[int, ...]:
+    def expected(self, request: Request, streams: Streams) -> tuple[int, ...]:
         return toy_model.foretold(request, longest(self.worlds.config))[0]
 
 
@@ -239,27 +264,45 @@ class LlamaMachine(Machine):
     model, params = tiny_llama(vocab_size=toy_model.VOCAB, groups=(0, 0))
     choices, num_groups = SAMPLED, 1
 
-    def expected(self, request: Request) -> tuple[int, ...]:
+    def expected(self, request: Request, streams: Streams) -> tuple[int, ...]:
         params, num_prompt = request.sampling_params, len(request.prompt_token_ids)
         most = length_limit(params, num_prompt, longest(self.worlds.config)) - num_prompt
-        return alone(request.prompt_token_ids, params, request.stream)[:most]
+        return alone(request.prompt_token_ids, params, request.stream, streams)[:most]
 
 
 @cache
-def alone(prompt: tuple[int, ...], params: SamplingParams, stream: int) -> tuple[int, ...]:
-    """The outputs of a request that has a device for itself, its prompt in one piece."""
+def alone(
+    prompt: tuple[int, ...], params: SamplingParams, stream: int, before: Streams = ()
+) -> tuple[int, ...]:
+    """The outputs of a request that has a device for itself, its prompt in one piece.
+
+    Up to so many outputs it draws from the streams before, as the ancestors of a fork do.
+    """
     limits = BatchLimits(1, LONGEST, toy_model.VOCAB, (8,), (1 + LONGEST // 8,), EOS)
     loop = Loop(LlamaMachine.model, LlamaMachine.params, limits)
     blocks = (tuple(range(1, 1 + LONGEST // 8)),)
+    first = next((own for own, num_outputs in before if num_outputs > 0), stream)
     output = loop.step(
-        scheduled(new_request("r", prompt, blocks, params, stream=stream), counts={"r": len(prompt)})
+        scheduled(new_request("r", prompt, blocks, params, stream=first), counts={"r": len(prompt)})
     )
     stops, num_stops = stop_ids_of(params, EOS)
     outputs = loop.tokens("r")[len(prompt) :]
     while output.active[0] and not (outputs[-1] in stops[:num_stops] and len(outputs) >= params.min_tokens):
+        draws_from = next((own for own, num_outputs in before if num_outputs > len(outputs)), stream)
+        loop.batch = with_stream(loop.batch, "r", draws_from)
         output = loop.decode("r")
         outputs = loop.tokens("r")[len(prompt) :]
     return tuple(outputs)
+
+
+def with_stream(batch: InputBatch, req_id: str, stream: int) -> InputBatch:
+    """The batch in which a request draws from another stream from now on."""
+    row = batch.row_of[req_id]
+    request = batch.rows.requests[row]
+    if request is None or request.stream == stream:
+        return batch
+    requests = with_entries(batch.rows.requests, {row: replace(request, stream=stream)})
+    return replace(batch, rows=replace(batch.rows, requests=requests))
 
 
 def test_foretold_tokens_come_in_both_worlds_whatever_happens(unchecked_records: None) -> None:

@@ -15,10 +15,14 @@ from purestep.kernels.types import Kernels
 from purestep.state.loading.load import load_model
 from purestep.state.loading.loaded import LoadedModel
 from tests.last_lines import say_last
-from tests.trace_replay import Json, Replay, why_not
+from tests.runner_replay import RunnerReplay
+from tests.trace_replay import Json, Replay, needs_the_runner, why_not
 
 REPLAYED = (
     "aborts",
+    "async_batch",
+    "async_staggered",
+    "async_stop_penalties",
     "chunked_prefill_small",
     "cudagraph_full_and_piecewise",
     "cudagraph_full_decode_only",
@@ -39,9 +43,12 @@ REPLAYED = (
     "single_bs32",
     "single_greedy",
     "smollm_batch",
+    "smollm_grammar",
     "staggered",
     "stop_tokens",
 )
+THROUGH_THE_RUNNER = ("async_batch", "async_staggered", "async_stop_penalties", "logprobs", "smollm_grammar")
+ONLY_THE_RUNNER = frozenset(THROUGH_THE_RUNNER) - {"logprobs"}
 NUM_TRACES = 41
 
 Loader = Callable[[str], LoadedModel]
@@ -88,11 +95,22 @@ def test_every_other_trace_needs_what_the_step_does_not_have(traces_dir: Path) -
     assert {name for name, reason in reasons.items() if reason is None} == set(REPLAYED)
 
 
-@pytest.mark.parametrize("name", REPLAYED)
+@pytest.mark.parametrize("name", [name for name in REPLAYED if name not in ONLY_THE_RUNNER])
 def test_a_recorded_run_is_reproduced(
     name: str, traces_dir: Path, load: Loader, kernels: Kernels, passed: set[str]
 ) -> None:
     """Fed the recorded SchedulerOutputs, our loop has the recorded batch, inputs, logits and tokens at every step."""
     trace = read(traces_dir, name)
     Replay(trace, load(trace["meta"]["model"]), kernels).run()
+    passed.add(name)
+
+
+@pytest.mark.parametrize("name", THROUGH_THE_RUNNER)
+def test_a_recorded_run_is_reproduced_by_the_runner(
+    name: str, traces_dir: Path, load: Loader, passed: set[str]
+) -> None:
+    """Its two calls, in upstream's order and with upstream's kind of objects, give what is recorded."""
+    trace = read(traces_dir, name)
+    assert needs_the_runner(trace) == (name in ONLY_THE_RUNNER)
+    RunnerReplay(trace, load(trace["meta"]["model"])).run()
     passed.add(name)

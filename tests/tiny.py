@@ -36,6 +36,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 def tiny_llama(
     *,
     vocab_size: int = 16,
+    num_kv_heads: int = 1,
     groups: tuple[int, ...] = (0, 0),
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
@@ -46,7 +47,7 @@ def tiny_llama(
         hidden_size=8,
         intermediate_size=12,
         num_layers=len(groups),
-        attention=AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=4),
+        attention=AttentionConfig(num_heads=2, num_kv_heads=num_kv_heads, head_dim=4),
         rope=RopeConfig(),
         rms_norm_eps=1e-6,
         tied_embeddings=False,

@@ -4,7 +4,7 @@ The order within a batch is not compared: upstream's rows move, ours do not. Eve
 """
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import numpy as np
@@ -32,12 +32,10 @@ LOGPROB_TOLERANCE = 1e-4
 
 def why_not(trace: Json) -> str | None:
     """What a recorded run needs that the step does not have, or None."""
-    meta, steps = trace["meta"], trace["steps"]
+    meta = trace["meta"]
     reasons = {
         "speculation": meta["num_spec_tokens"] > 0,
-        "asynchrony": meta["async_scheduling"],
         "several KV groups": len(meta["kv_cache_groups"]) > 1,
-        "grammar": any(step.get("grammar") for step in steps),
         "experts": "moe" in meta["model"],
         "an encoder": "whisper" in meta["model"],
     }
@@ -51,23 +49,62 @@ def matrix(entry: Json) -> Tensor:
     )
 
 
+def needs_the_runner(trace: Json) -> bool:
+    """Whether what was recorded happens between the stages: steps begun ahead of time, masks between two calls."""
+    return trace["meta"]["async_scheduling"] or any(step.get("grammar") for step in trace["steps"])
+
+
+def limits_of(trace: Json, loaded: LoadedModel) -> BatchLimits:
+    """What the recorded engine could hold."""
+    meta = trace["meta"]
+    return BatchLimits(
+        max_num_reqs=meta["max_num_seqs"],
+        max_model_len=meta["max_model_len"],
+        vocab_size=meta["vocab_size"],
+        block_sizes=(meta["block_size"],),
+        num_blocks=(meta["num_blocks"],),
+        eos_token_ids=loaded.eos_token_ids,
+    )
+
+
+class Noise:
+    """Exp(1) noise as it was recorded, in the order of our batch; where it was not, drawn as it was then."""
+
+    def __init__(self) -> None:
+        self.generators: dict[str, torch.Generator] = {}
+
+    def of(self, batch: InputBatch, step: Json) -> Tensor | None:
+        """That of a step, None if nothing is drawn in it."""
+        theirs = step["model_runner_output"]["req_ids"]
+        if step.get("sample_noise"):
+            (entry,) = step["sample_noise"]
+            return matrix(entry)[[theirs.index(req_id) for req_id in batch.req_ids]]
+        if not batch.layout.bounds.sampler.random:
+            return None
+        noise = torch.ones(len(batch.req_ids), batch.limits.vocab_size)
+        for index, req_id in enumerate(batch.req_ids):
+            params = params_of(batch, req_id)
+            if params.is_random and step["model_runner_output"]["sampled_token_ids"][theirs.index(req_id)]:
+                if req_id not in self.generators:
+                    self.generators[req_id] = torch.Generator().manual_seed(params.seed)
+                noise[index].exponential_(generator=self.generators[req_id])
+        return noise
+
+
+def params_of(batch: InputBatch, req_id: str) -> Any:
+    """A request's sampling parameters."""
+    return batch.rows.requests[batch.row_of[req_id]].sampling_params  # type: ignore[union-attr]
+
+
 class Replay:
     """One run: the records of our loop, and what has to be remembered between steps to compare."""
 
     def __init__(self, trace: Json, loaded: LoadedModel, kernels: Kernels) -> None:
-        meta = trace["meta"]
         self.steps, self.loaded, self.kernels = trace["steps"], loaded, kernels
-        self.limits = BatchLimits(
-            max_num_reqs=meta["max_num_seqs"],
-            max_model_len=meta["max_model_len"],
-            vocab_size=meta["vocab_size"],
-            block_sizes=(meta["block_size"],),
-            num_blocks=(meta["num_blocks"],),
-            eos_token_ids=loaded.eos_token_ids,
-        )
+        self.limits = limits_of(trace, loaded)
         self.batch = self.absorbed = InputBatch.make_empty(self.limits)
         self.state = initial_state(loaded.model, self.limits)
-        self.generators: dict[str, torch.Generator] = {}
+        self.noise = Noise()
         self.prompt_logprobs: dict[str, list[Tensor]] = {}
 
     def run(self) -> None:
@@ -88,38 +125,18 @@ class Replay:
             )
             compare_inputs(batch, executed, step)
             self._compare_prompt_logprobs(executed, step)
-            self.state, output = sample(executed, kernels=kernels, exponential=self._noise(step))
+            self.state, output = sample(executed, kernels=kernels, exponential=self.noise.of(batch, step))
         compare_output(batch, output, step)
         self.absorbed = batch
         self.batch = settle(batch, batch, output)
         compare_bookkeeping(self.batch, step)
-
-    def _noise(self, step: Json) -> Tensor | None:
-        """The recorded noise, in the order of our batch; where it was not recorded, drawn as it was then."""
-        theirs = step["model_runner_output"]["req_ids"]
-        if step.get("sample_noise"):
-            (entry,) = step["sample_noise"]
-            return matrix(entry)[[theirs.index(req_id) for req_id in self.batch.req_ids]]
-        if not self.batch.layout.bounds.sampler.random:
-            return None
-        noise = torch.ones(len(self.batch.req_ids), self.limits.vocab_size)
-        for index, req_id in enumerate(self.batch.req_ids):
-            params = self._params(req_id)
-            if params.is_random and step["model_runner_output"]["sampled_token_ids"][theirs.index(req_id)]:
-                if req_id not in self.generators:
-                    self.generators[req_id] = torch.Generator().manual_seed(params.seed)
-                noise[index].exponential_(generator=self.generators[req_id])
-        return noise
-
-    def _params(self, req_id: str) -> Any:
-        return self.batch.rows.requests[self.batch.row_of[req_id]].sampling_params  # type: ignore[union-attr]
 
     def _compare_prompt_logprobs(self, executed: ExecuteModelState, step: Json) -> None:
         """Each prompt token's log-probability comes from the hidden state before it, over all chunks."""
         batch, starts = self.batch, executed.inputs.query_start_loc.tolist()
         recorded = step["model_runner_output"]["prompt_logprobs"]
         for index, req_id in enumerate(batch.req_ids):
-            row, wanted = batch.row_of[req_id], self._params(req_id).prompt_logprobs
+            row, wanted = batch.row_of[req_id], params_of(batch, req_id).prompt_logprobs
             first = int(executed.inputs.positions[starts[index]])
             prompt = batch.rows.tokens[row].array[: batch.columns.num_prompt_tokens[row]]  # type: ignore[union-attr]
             count = min(starts[index + 1] - starts[index], len(prompt) - 1 - first)
@@ -161,8 +178,10 @@ def compare_batch(batch: InputBatch, step: Json) -> None:
         assert entry.tokens.tolist()[entry.request.num_prompt_tokens :] == cached[req_id]["output_token_ids"]
 
 
-def compare_inputs(batch: InputBatch, executed: ExecuteModelState, step: Json) -> None:
-    """The forward pass read, wrote and asked for what is recorded, request by request."""
+def compare_inputs(
+    batch: InputBatch, executed: ExecuteModelState, step: Json, *, stopped: Set[str] = frozenset()
+) -> None:
+    """The forward pass read, wrote and asked for what is recorded, request by request; those that stopped run idle."""
     recorded, theirs = step["prepare_inputs"], step["batch_after_update"]["req_ids"]
     inputs = executed.inputs
     starts, their_starts = inputs.query_start_loc.tolist(), recorded["query_start_loc"]
@@ -170,6 +189,9 @@ def compare_inputs(batch: InputBatch, executed: ExecuteModelState, step: Json) -
     logits = matrix(step["logits"]) if step.get("logits") else None
     assert len(batch.req_ids) == len(theirs) == len(inputs.seq_lens)
     for index, req_id in enumerate(batch.req_ids):
+        if req_id in stopped:
+            assert inputs.seq_lens[index] == 0
+            continue
         other = theirs.index(req_id)
         ours = slice(starts[index], starts[index + 1])
         recorded_part = slice(their_starts[other], their_starts[other + 1])

@@ -4,7 +4,7 @@ One world is free values and reference kernels, the other is buffers and kernels
 padded. Both are driven by one scheduler, and both begin with a canary in every slot of the KV cache.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import attrs
 import numpy as np
@@ -13,7 +13,8 @@ import torch
 
 from purestep.kernels.donating import donating
 from purestep.kernels.reference import reference
-from purestep.pure.errors import InvalidRequestError, SchedulerOutputError
+from purestep.pure.errors import InvalidRequestError, OutOfBlocksError, OutOfRowsError, SchedulerOutputError
+from purestep.pure.fork import fork_request, keep_blocks
 from purestep.pure.initial import initial_state
 from purestep.pure.models.model import Model
 from purestep.pure.padding import pad_batch
@@ -23,13 +24,19 @@ from purestep.pure.records.batch import BatchLimits, InputBatch
 from purestep.pure.records.inputs import BatchDescriptor
 from purestep.pure.records.outputs import StepOutput
 from purestep.pure.records.params import Params
-from purestep.pure.records.queue import Finished, Request, SchedulerConfig
+from purestep.pure.records.queue import Finished, Queue, Request, SchedulerConfig
 from purestep.pure.records.scheduler_output import SchedulerOutput
+from purestep.pure.records.state import StepState
+from purestep.pure.rows import drop, free_rows
 from purestep.pure.scheduler import (
     abort,
     add,
     check_invariants,
     finish,
+    fork,
+    go_back,
+    hold,
+    let_go,
     make_queue,
     preempt_all,
     schedule,
@@ -39,11 +46,13 @@ from purestep.pure.settle import give_up, settle
 from purestep.pure.step import execute, sample
 from purestep.pure.update import update_states
 from purestep.state.buffers import PersistentBuffers
+from purestep.state.moments import Moment, remember, rewind
 from purestep.state.pending import Pending
 from purestep.state.run import BoundStep, run
 from tests import laws
 
-Expected = Callable[[Request], tuple[int, ...]]
+Streams = tuple[tuple[int, int], ...]  # of a fork: the streams of its ancestors, and outputs after the last of each
+Expected = Callable[[Request, Streams], tuple[int, ...]]
 KV_TOLERANCE = 1e-9  # of keys and values, which are float64 and of the order of 1
 
 
@@ -54,6 +63,22 @@ class Begun:
     batch: InputBatch
     output: StepOutput
     pending: Pending
+
+
+@attrs.frozen
+class Remembered:
+    """All that there was at a moment."""
+
+    name: int
+    queue: Queue
+    batch: InputBatch
+    absorbed: InputBatch
+    state: StepState
+    device: Moment
+    buffers: StepState  # a copy, to compare with
+    requests: dict[str, Request]
+    streams: dict[str, Streams]
+    begun: list[Begun]
 
 
 class Worlds:
@@ -85,24 +110,119 @@ class Worlds:
             PersistentBuffers(model, self.limits, dtype=torch.float64), model, params, donating
         )
         self.requests: dict[str, Request] = {}
+        self.streams: dict[str, Streams] = {}
+        self.moments: list[Remembered] = []
         self.begun: list[Begun] = []
         self.is_sound = True  # no law has been found broken
         self.lose_kv()
 
     def lose_kv(self) -> None:
-        """Both devices are emptied, as after a step that failed: all requests are computed again."""
+        """Both devices are emptied, as after a step that failed: all requests are computed again.
+
+        Blocks that moments hold are not: no step was writing them.
+        """
+        for req_id in self.requests:  # tokens on their way are lost, and a fork draws those that it has not got anew
+            num_known = self._num_outputs(req_id)
+            cut = [(stream, min(num, num_known)) for stream, num in self.streams[req_id]]
+            self.streams[req_id] = tuple(cut)
         self.begun.clear()
         self.queue, self.batch = preempt_all(self.queue), give_up(self.batch)
         self.absorbed = InputBatch.make_empty(self.limits)
         empty = initial_state(self.model, self.limits, dtype=torch.float64)
-        self.state = laws.with_canary(empty, self.canary)
+        lost = laws.with_canary(empty, self.canary)
         self.leased = self.bound.buffers.lease()
-        for kv in self.leased.value.kv:
-            kv.fill_(self.canary)
+        cache = []
+        for layer, group in enumerate(empty.group_of_layer):
+            ours, theirs = lost.kv[layer], self.leased.value.kv[layer]
+            kept = np.unique(np.concatenate([[0], *(m[group] for m in self.queue.moments.values())])).tolist()
+            if self.moments:
+                ours[kept] = self.state.kv[layer][kept]
+            gone = [block for block in range(len(ours)) if block not in kept or not self.moments]
+            theirs[gone] = self.canary
+            cache.append(ours)
+        self.state = replace(lost, kv=tuple(cache))
 
     def add(self, request: Request) -> None:
         self.queue = add(self.queue, request, vocab_size=self.limits.vocab_size)
         self.requests[request.req_id] = request
+        self.streams[request.req_id] = ()
+
+    def fork(self, parent: str, req_id: str, *, arrival: int, stream: int | None) -> None:
+        """A request goes on under a second id; what is refused for want of room changes nothing."""
+        has_row = parent in self.batch.row_of and bool(free_rows(drop(self.batch, [req_id])))
+        on_its_way = sum(
+            bool(step.samples[step.ticket == self.queue.live.get(parent)].any()) for step in self.queue.in_flight
+        )
+        num_outputs, before = self._num_outputs(parent) + on_its_way, laws.digest(self.queue)
+        try:
+            forked = fork(self.queue, parent, req_id, arrival=arrival, stream=stream, has_row=has_row)
+        except (OutOfRowsError, OutOfBlocksError):
+            assert laws.digest(self.queue) == before
+            return
+        self.queue, self.batch = forked.queue, keep_blocks(self.batch, forked.kept)
+        if forked.has_run:
+            self.batch = fork_request(self.batch, parent, req_id, stream=stream, goes_on=forked.goes_on)
+        old = self.requests[parent]
+        self.requests[req_id] = replace(
+            old, req_id=req_id, arrival=arrival, stream=old.stream if stream is None else stream
+        )
+        self.streams[req_id] = (*self.streams[parent], (old.stream, num_outputs))
+        check_invariants(self.queue)
+
+    def _num_outputs(self, req_id: str) -> int:
+        """Outputs that the host knows."""
+        ticket, num_prompt = self.queue.live.get(req_id), len(self.requests[req_id].prompt_token_ids)
+        running = self.queue.running
+        for row in np.flatnonzero(running.facts.ticket == ticket).tolist():
+            return int(running.counts.num_known[row]) - num_prompt
+        assert ticket is not None
+        state = self.queue.waiting.states.get(ticket)
+        assert state is not None
+        return len(state.tokens) - num_prompt
+
+    def remember(self) -> None:
+        """In both worlds; in that of free values it is keeping the values."""
+        name = 1 + max((moment.name for moment in self.moments), default=0)
+        shareable = hold(self.queue, name)
+        self.queue, self.batch = shareable.queue, keep_blocks(self.batch, shareable.kept)
+        check_invariants(self.queue)
+        self.moments.append(
+            Remembered(
+                name,
+                self.queue,
+                self.batch,
+                self.absorbed,
+                self.state,
+                remember(self.leased, self.batch),
+                self.leased.clone(),
+                dict(self.requests),
+                dict(self.streams),
+                list(self.begun),
+            )
+        )
+
+    def go_back(self, moment: Remembered) -> None:
+        """To a moment, whatever ran in between. What is dropped with it is never settled."""
+        self.is_sound = False
+        self.queue = go_back(self.queue, moment.queue)
+        check_invariants(self.queue)
+        kv = self.state.kv
+        self.batch, self.absorbed, self.state = moment.batch, moment.absorbed, replace(moment.state, kv=kv)
+        self.requests, self.streams = dict(moment.requests), dict(moment.streams)
+        self.begun = list(moment.begun)
+        consumed, self.leased = self.leased, rewind(moment.device, self.leased)
+        assert not consumed.is_valid
+        running = [moment.batch.row_of.get(req_id, -1) for req_id in moment.queue.running.req_ids]
+        rows = [row for row in running if row >= 0 and is_held(row, moment.absorbed, moment.batch)]
+        laws.assert_rewound(moment.state, self.state, rows)
+        laws.assert_rewound(moment.buffers, self.leased.value, rows)
+        self._assert_same_worlds(rows)
+        self.is_sound = True
+
+    def let_go(self, moment: Remembered) -> None:
+        self.queue = let_go(self.queue, moment.name)
+        self.moments.remove(moment)
+        check_invariants(self.queue)
 
     def refuse(self, request: Request) -> None:
         """A request that can not be served is refused by name, and nothing has changed."""
@@ -154,7 +274,7 @@ class Worlds:
         laws.assert_prefix_kept(old, self.state, held)
         laws.assert_prefix_kept(old_buffers, self.leased.value, held)
         laws.assert_frame(old_buffers, self.leased.value, self.slots, targets(output))
-        self._assert_same_worlds()
+        self._assert_same_worlds(sorted(self.batch.row_of.values()))
         assert_same_output(pending.result(), result, bounds.num_reqs)
         self.begun.append(Begun(self.batch, result, pending))
         self.is_sound = True
@@ -177,9 +297,8 @@ class Worlds:
         laws.assert_bounds(self.batch, self.state)
         return result
 
-    def _assert_same_worlds(self) -> None:
+    def _assert_same_worlds(self, rows: Sequence[int]) -> None:
         free, bound = self.state, self.leased.value
-        rows = sorted(self.batch.row_of.values())
         laws.assert_same_rows(free, bound, rows)
         for row in rows:
             position = torch.arange(int(free.ledger.num_computed_tokens[row]))
@@ -208,10 +327,13 @@ class Worlds:
 
     def _check(self, done: Finished) -> None:
         request = self.requests.pop(done.req_id)
-        assert done.token_ids == self.expected(request), f"{done.req_id} got other tokens than alone"
+        expected = self.expected(request, self.streams[done.req_id])
+        assert done.token_ids == expected, f"{done.req_id} got other tokens than alone"
 
     def drain(self) -> None:
-        """Run until everybody has ended; then no block is held."""
+        """Run until everybody has ended; then, without moments, no block is held."""
+        while self.moments:
+            self.let_go(self.moments[0])
         while self.requests or self.begun:
             if len(self.begun) >= self.max_begun or not self.begin():
                 self.settle()

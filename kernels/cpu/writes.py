@@ -20,7 +20,16 @@ def zero_blocks(kv: Tensor, blocks: Tensor) -> Tensor:
 
 
 def write_kv(kv: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> Tensor:
-    """`kv` after k and v [tokens, kv_heads, dim] were put at their slots, slot_mapping int64 [tokens] >= 0."""
+    """`kv` after k and v [tokens, kv_heads, dim] were put at their slots, slot_mapping int64 [tokens] >= 0.
+
+    Raises:
+        ValueError: a cache whose dimensions do not follow each other in memory.
+    """
+    if not kv.is_contiguous():
+        raise ValueError(
+            f"a cache {tuple(kv.shape)} with strides {kv.stride()}: the CPU kernels take no memory order but NHD; lay it "
+            "out so, or use purestep.kernels.reference"
+        )
     block_size = kv.shape[2]
     rows = kv.view(-1, *kv.shape[3:])
     # A block's keys come before its values: a slot's key lies one plane further on for each block before it.

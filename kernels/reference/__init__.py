@@ -1,6 +1,7 @@
 """Every kernel in plain torch, out of place: the definition that all others must equal."""
 
 from purestep.kernels.reference.attention import attend
+from purestep.kernels.reference.compositions import attend_qkv, norm_gate_up, norm_linear
 from purestep.kernels.reference.constraints import add_bias, allow_only, ban_bad_words, ban_tokens
 from purestep.kernels.reference.dense import (
     add_rms_norm,
@@ -12,10 +13,13 @@ from purestep.kernels.reference.dense import (
     silu_and_mul,
 )
 from purestep.kernels.reference.draw import draw, greedy, scale_by_temperature, temperature_offset
+from purestep.kernels.reference.ends import advance, lay_out
+from purestep.kernels.reference.grammar import apply_grammar_bitmask
 from purestep.kernels.reference.layout import ragged_index
 from purestep.kernels.reference.logprobs import gather_logprobs
 from purestep.kernels.reference.penalties import penalize
 from purestep.kernels.reference.philox import uniforms
+from purestep.kernels.reference.rope import angles
 from purestep.kernels.reference.truncate import truncate
 from purestep.kernels.reference.writes import copy_blocks, write, zero_blocks
 from purestep.kernels.types import Kernels
@@ -25,6 +29,8 @@ assert __name__ == "purestep.kernels.reference", (
 )
 
 reference = Kernels(
+    lay_out=lay_out,
+    advance=advance,
     ragged_index=ragged_index,
     write=write,
     copy_blocks=copy_blocks,
@@ -34,10 +40,15 @@ reference = Kernels(
     linear=linear,
     rms_norm=rms_norm,
     add_rms_norm=add_rms_norm,
+    angles=angles,
     rotate=rotate,
     silu_and_mul=silu_and_mul,
     attend=attend,
+    norm_linear=norm_linear,
+    norm_gate_up=norm_gate_up,
+    attend_qkv=attend_qkv,
     uniforms=uniforms,
+    apply_grammar_bitmask=apply_grammar_bitmask,
     allow_only=allow_only,
     ban_bad_words=ban_bad_words,
     ban_tokens=ban_tokens,

@@ -18,34 +18,44 @@ assert __name__ == "purestep.kernels.triton", (
 def cuda_donating() -> Kernels:
     """The kernels for a state in persistent CUDA memory: those that may write their argument's storage do.
 
-    `linear` is torch's, which is cuBLAS. Rules that name tokens (`allow_only`, `ban_bad_words`, `ban_tokens`,
+    `linear` of more than 16 rows is torch's, which is cuBLAS. Rules that name tokens (`allow_only`, `ban_bad_words`, `ban_tokens`,
     `add_bias`) and `temperature_offset` are the reference's: short lists, rarely used.
 
     Raises:
         ImportError: triton is not installed.
     """
-    from purestep.kernels.triton.attention import attend
+    from purestep.kernels.triton.attention import attend, attend_qkv
     from purestep.kernels.triton.dense import add_rms_norm, rms_norm, rotate, silu_and_mul
     from purestep.kernels.triton.draw import draw, greedy, scale_by_temperature
+    from purestep.kernels.triton.ends import advance, lay_out
     from purestep.kernels.triton.layout import ragged_index
+    from purestep.kernels.triton.linear import linear, norm_gate_up, norm_linear
     from purestep.kernels.triton.logprobs import gather_logprobs
     from purestep.kernels.triton.penalties import penalize
     from purestep.kernels.triton.philox import uniforms
+    from purestep.kernels.triton.rope import angles
     from purestep.kernels.triton.truncate import truncate
     from purestep.kernels.triton.writes import copy_blocks, embed, write, zero_blocks
 
     return replace(
         reference,
+        lay_out=lay_out,
+        advance=advance,
         ragged_index=ragged_index,
         write=write,
         copy_blocks=copy_blocks,
         zero_blocks=zero_blocks,
         embed=embed,
+        linear=linear,
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,
+        angles=angles,
         rotate=rotate,
         silu_and_mul=silu_and_mul,
         attend=attend,
+        norm_linear=norm_linear,
+        norm_gate_up=norm_gate_up,
+        attend_qkv=attend_qkv,
         uniforms=uniforms,
         penalize=penalize,
         scale_by_temperature=scale_by_temperature,

@@ -1,7 +1,9 @@
 """Paged attention of one query a request: its keys are split among programs, whose parts a second kernel joins.
 
-How a request's keys are split depends on its own length and on the shape of the batch, never on the bounds: so
-a larger bound changes no bit. The parts are joined in order, sixteen at a time.
+The new token's key and value, turned and normed if that is wanted, are written by the first part, which begins with
+them instead of reading them back: nobody else reads that slot in this launch. A request's tiles of older keys are
+dealt out to its parts in turn. How many parts there are depends on the request's own length and on the shape of the
+batch, never on the bounds: so a larger bound changes no bit. The parts are joined in order, sixteen at a time.
 Source: https://pytorch.org/blog/flash-decoding/.
 """
 
@@ -10,19 +12,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from purestep.kernels.triton.shared import INTERPRETED, rounded
+from purestep.kernels.triton.rotation import Rotation, load_angles, load_turned, place_of
+from purestep.kernels.triton.shared import (
+    INTERPRETED,
+    early_launch,
+    let_next_begin,
+    rounded,
+    wait_for_previous,
+)
 from purestep.kernels.triton.softmax import (
     ScoreForm,
     Tile,
+    capped,
     empty_softmax,
     is_wide,
     lanes,
+    load_slots,
     load_tile,
     normalized,
     scores_of,
     take_in,
 )
 
+FETCH_FIRST = True
 PROGRAMS = 528  # that keep a large chip busy: four on each of 132 processors
 MOST_PARTS = 64
 LONGEST_PART = tl.constexpr(4096)  # keys that one program takes at most
@@ -45,34 +57,43 @@ def num_parts(num_reqs: int, num_kv_heads: int) -> int:
 
 def decode(
     q: Tensor,
+    k: Tensor,
+    v: Tensor,
     kv: Tensor,
     query_start_loc: Tensor,
     seq_lens: Tensor,
     block_table: Tensor,
+    slot_mapping: Tensor,
     *,
     max_seq_len: int,
     form: ScoreForm,
     tile: Tile,
+    rotation: Rotation | None = None,
 ) -> Tensor:
-    """Attention where no request has more than one query token: [tokens, heads, dim]. The cache is read only."""
+    """Attention where no request has more than one query token: [tokens, heads, dim]; writes k and v into `kv`.
+
+    q [tokens, heads, dim] and k [tokens, kv_heads, dim] are turned by `rotation`, if it is given.
+    """
     num_tokens, num_heads, dim = q.shape
     num_reqs, num_kv_heads = seq_lens.shape[0], kv.shape[3]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     places = max(num_reqs, num_tokens)  # the further ones zero padding tokens
     parts = num_parts(num_reqs, num_kv_heads)
     span = min(max_seq_len, form.window) if form.window else max_seq_len
-    grid_parts = max(min(parts, triton.cdiv(span, tile.keys)), triton.cdiv(span, LONGEST_PART.value), 1)
+    grid_parts = parts_of(span, parts, tile.keys)
     shape = (num_reqs, num_heads, grid_parts) if grid_parts > 1 else (1, 1, 1)
     partial = torch.empty(*shape, dim, dtype=torch.float32, device=q.device)
     mass = torch.empty(*shape, 2, dtype=torch.float32, device=q.device)
     counts = (num_reqs, num_tokens, parts, grid_parts, block_table.shape[1])
     fixed = dict(HEADS=num_heads, DIM=dim, WIDTH=lanes(dim), BLOCK_SIZE=kv.shape[2], KEYS=tile.keys,
-                 WINDOW=form.window)  # fmt: skip
+                 WINDOW=form.window, **early_launch())  # fmt: skip
+    turn = (None,) * 4 if rotation is None else (rotation.cos, rotation.sin, rotation.q_gain, rotation.k_gain)
     _decode[(num_kv_heads, grid_parts, places)](
-        q, kv, out, partial, mass, query_start_loc, seq_lens, block_table, form.scale, form.cap, *counts,
-        *q.stride()[:2], *kv.stride()[:4], block_table.stride(0),
+        q, k, v, kv, out, partial, mass, *turn, query_start_loc, seq_lens, block_table, slot_mapping, form.scale,
+        form.cap, 0.0 if rotation is None else rotation.eps, *counts, kv.shape[0], *q.stride()[:2], *k.stride()[:2],
+        *v.stride()[:2], *kv.stride()[:4], block_table.stride(0),
         **fixed, GROUP=num_heads // num_kv_heads, ROWS=tile.rows, HAS_CAP=form.cap > 0, SPLIT=grid_parts > 1,
-        STAGES=tile.num_stages, num_warps=tile.num_warps,
+        STAGES=tile.num_stages, FETCH_FIRST=FETCH_FIRST and grid_parts > 1, num_warps=tile.num_warps, enable_fp_fusion=not is_wide(q.dtype),
     )  # fmt: skip
     if grid_parts > 1:
         _join[(num_heads, places)](
@@ -81,14 +102,20 @@ def decode(
     return out
 
 
+def parts_of(span: int, parts: int, keys: int) -> int:
+    """Into how many parts the keys of a request that sees `span` of them are split; `_num_parts` on the device."""
+    return max(min(parts, triton.cdiv(span, keys)), triton.cdiv(span, LONGEST_PART.value), 1)
+
+
 @triton.jit
-def _share(length, parts, KEYS: tl.constexpr, WINDOW: tl.constexpr):
-    """The first key that is seen, and how many keys each part takes."""
+def _seen(length, parts, KEYS: tl.constexpr, WINDOW: tl.constexpr):
+    """The first key that the query sees, and into how many parts what it sees is split."""
     first = length * 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0)
-    share = tl.cdiv(tl.cdiv(length - first, parts), KEYS) * KEYS
-    return first, tl.maximum(tl.minimum(share, LONGEST_PART), KEYS)
+    span = length - first
+    used = tl.maximum(tl.minimum(parts, tl.cdiv(span, KEYS)), tl.cdiv(span, LONGEST_PART))
+    return first, tl.maximum(used, 1)
 
 
 @triton.jit
@@ -122,40 +149,99 @@ def _zero_padding(
     )
 
 
-COUNTS = ["num_reqs", "num_tokens", "parts", "grid_parts", "table_columns", "table_row"]
-SMALL = ["query_start_loc", "seq_lens", "block_table"]
+COUNTS = ["num_reqs", "num_tokens", "parts", "grid_parts", "table_columns", "num_blocks", "table_row"]
+SMALL = ["query_start_loc", "seq_lens", "block_table", "slot_mapping"]
+
+
+@triton.jit
+def _new_token(
+    q, k, v, kv, out, cos, sin, q_gain, k_gain, slot_mapping, eps, token, group, part, num_blocks, q_token, q_head,
+    k_token, k_head, v_token, v_head, kv_block, kv_plane, kv_slot, kv_head, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The query rows of a group, and the token's own key and value [1, WIDTH], which the first part writes."""
+    row = tl.arange(0, ROWS)[:, None]
+    lane = tl.arange(0, WIDTH)[None, :]
+    inside = lane < DIM
+    dtype: tl.constexpr = out.dtype.element_ty
+    kv_dtype: tl.constexpr = kv.dtype.element_ty
+    queries = q + token * q_token + (group * GROUP + row) * q_head
+    keys = k + token * k_token + group * k_head
+    value = tl.load(v + token * v_token + group * v_head + lane, mask=inside, other=0.0).to(tl.float32)
+    place, room = place_of(slot_mapping, token, num_blocks, kv_block, kv_slot, BLOCK_SIZE, DIM)
+    if cos is not None:
+        cosine, sine = load_angles(cos, sin, token, lane, DIM)
+        query = load_turned(queries, lane, row < GROUP, cosine, sine, q_gain, eps, DIM, dtype)
+        key = load_turned(keys, lane, lane >= 0, cosine, sine, k_gain, eps, DIM, dtype)
+    else:
+        query = tl.load(queries + lane, mask=(row < GROUP) & inside, other=0.0)
+        key = tl.load(keys + lane, mask=inside, other=0.0)
+    key, value = rounded(key.to(tl.float32), kv_dtype), rounded(value, kv_dtype)
+    if part == 0:
+        target = kv + place + group * kv_head + lane
+        tl.store(target, key, mask=lane < room)
+        tl.store(target + kv_plane, value, mask=lane < room)
+    return query, key.to(tl.float32), value.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=SMALL)
 def _decode(
-    q, kv, out, partial, mass, query_start_loc, seq_lens, block_table, scale, cap, num_reqs, num_tokens, parts,
-    grid_parts, table_columns, q_token, q_head, kv_block, kv_plane, kv_slot, kv_head, table_row,
+    q, k, v, kv, out, partial, mass, cos, sin, q_gain, k_gain, query_start_loc, seq_lens, block_table, slot_mapping,
+    scale, cap, eps, num_reqs, num_tokens, parts, grid_parts, table_columns, num_blocks, q_token, q_head, k_token,
+    k_head, v_token, v_head, kv_block, kv_plane, kv_slot, kv_head, table_row,
     HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
     WINDOW: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HAS_CAP: tl.constexpr, SPLIT: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, FETCH_FIRST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    let_next_begin(EARLY)
+    wait_for_previous(EARLY)
     group, part, place = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    table = block_table + place.to(tl.int64) * table_row
+    num_columns = tl.where(place < num_reqs, table_columns, 0)
+    key = part * KEYS + tl.arange(0, KEYS)
+    if FETCH_FIRST and WINDOW == 0:  # the first tile lies where it lies, whatever the length: its blocks are looked up at once
+        blocks = tl.load(table + key // BLOCK_SIZE, mask=key // BLOCK_SIZE < num_columns, other=0)
     token, length = _query_of(query_start_loc, seq_lens, place, num_reqs, table_columns * BLOCK_SIZE)
-    first, share = _share(length, parts, KEYS, WINDOW)
-    begin = first + part * share
-    end = tl.minimum(begin + share, length)
+    first, used = _seen(length, parts, KEYS, WINDOW)
     row = tl.arange(0, ROWS)
     lane = tl.arange(0, WIDTH)[None, :]
     mask = (row < GROUP)[:, None] & (lane < DIM)
     head = group * GROUP + row
-    if (token >= 0) & ((begin < end) | (not SPLIT)):
-        query = tl.load(
-            q + token.to(tl.int64) * q_token + head[:, None] * q_head + lane, mask=mask, other=0.0
-        )
+    past = length - 1
+    begin = first // KEYS + part
+    kv_of_group = kv + group * kv_head
+    if (token >= 0) & (part < used):
+        if FETCH_FIRST:
+            if WINDOW > 0:
+                key = begin * KEYS + tl.arange(0, KEYS)
+                blocks = tl.load(table + key // BLOCK_SIZE, mask=key < past, other=0)
+            valid = (key >= first) & (key < past)
+            first_key, first_value = load_slots(
+                kv_of_group, blocks, key, valid, kv_block, kv_plane, kv_slot, BLOCK_SIZE, DIM, WIDTH, True
+            )
+        query, new_key, new_value = _new_token(
+            q, k, v, kv, out, cos, sin, q_gain, k_gain, slot_mapping, eps, token.to(tl.int64), group, part,
+            num_blocks, q_token, q_head, k_token, k_head, v_token, v_head, kv_block, kv_plane, kv_slot, kv_head,
+            DIM, WIDTH, BLOCK_SIZE, GROUP, ROWS,
+        )  # fmt: skip
         if INTERPRETED:
             query = query.to(tl.float32)
         largest, total, values = empty_softmax(ROWS, WIDTH)
-        table = block_table + place.to(tl.int64) * table_row
-        for start in tl.range(begin, end, KEYS, num_stages=STAGES):
-            key = start + tl.arange(0, KEYS)
-            valid = key < end
-            k, v = load_tile(
-                kv + group * kv_head,
+        if (part == 0) & (length > 0):
+            largest = capped(tl.sum(query.to(tl.float32) * new_key, 1) * scale, cap, HAS_CAP)
+            total = tl.exp2(largest - tl.where(largest == float("-inf"), 0.0, largest))
+            values = total[:, None] * new_value
+        if FETCH_FIRST:
+            score = scores_of(query, first_key.to(query.dtype), scale, cap, HAS_CAP)
+            score = tl.where(valid[None, :], score, float("-inf"))
+            largest, total, values = take_in(score, first_value.to(query.dtype), largest, total, values)
+            begin += used
+        end = tl.cdiv(past, KEYS)
+        for tile in tl.range(begin, end, used, num_stages=STAGES):
+            key = tile * KEYS + tl.arange(0, KEYS)
+            valid = (key >= first) & (key < past)
+            old_key, old_value = load_tile(
+                kv_of_group,
                 table,
                 key,
                 valid,
@@ -167,9 +253,9 @@ def _decode(
                 WIDTH,
                 True,
             )
-            score = scores_of(query, k.to(query.dtype), scale, cap, HAS_CAP)
+            score = scores_of(query, old_key.to(query.dtype), scale, cap, HAS_CAP)
             score = tl.where(valid[None, :], score, float("-inf"))
-            largest, total, values = take_in(score, v.to(query.dtype), largest, total, values)
+            largest, total, values = take_in(score, old_value.to(query.dtype), largest, total, values)
         if SPLIT:
             cell = (place.to(tl.int64) * HEADS + head) * grid_parts + part
             tl.store(partial + cell[:, None] * DIM + lane, values, mask=mask)
@@ -189,30 +275,36 @@ def _decode(
 def _join(
     out, partial, mass, query_start_loc, seq_lens, num_reqs, num_tokens, parts, grid_parts, table_columns,
     HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
-    WINDOW: tl.constexpr,
+    WINDOW: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    let_next_begin(EARLY)
+    wait_for_previous(EARLY)
     head, place = tl.program_id(0), tl.program_id(1)
     token, length = _query_of(query_start_loc, seq_lens, place, num_reqs, table_columns * BLOCK_SIZE)
-    first, share = _share(length, parts, KEYS, WINDOW)
-    used = tl.minimum(tl.cdiv(length - first, share), grid_parts)
-    lane = tl.arange(0, WIDTH)
-    if token >= 0:
-        largest, total, values = empty_softmax(1, WIDTH)
-        for start in range(0, used, PARTS):
-            part = start + tl.arange(0, PARTS)
-            cell = (place.to(tl.int64) * HEADS + head) * grid_parts + part
-            peak = tl.load(mass + cell * 2, mask=part < used, other=float("-inf"))
-            weight = tl.load(mass + cell * 2 + 1, mask=part < used, other=0.0)
-            mask = (part < used)[:, None] & (lane < DIM)[None, :]
-            piece = tl.load(partial + cell[:, None] * DIM + lane[None, :], mask=mask, other=0.0)
-            now = tl.maximum(largest, tl.max(peak, 0))
-            base = tl.where(now == float("-inf"), 0.0, now)
-            scale = tl.exp2(peak - base)
-            shrink = tl.exp2(largest - base)
-            total = total * shrink + tl.sum(weight * scale, 0)
-            values = values * shrink[:, None] + tl.sum(piece * scale[:, None], 0)[None, :]
-            largest = now
-        result = rounded(normalized(values, total), out.dtype.element_ty)
-        row = out + (token.to(tl.int64) * HEADS + head) * DIM
-        tl.store(row + lane[None, :], result, mask=(lane < DIM)[None, :])
+    _, used = _seen(length, parts, KEYS, WINDOW)
+    lane = tl.arange(0, WIDTH)[None, :]
+    row = (place.to(tl.int64) * HEADS + head) * grid_parts
+    num_there = tl.where(place < num_reqs, grid_parts, 0)
+    largest, total, values = empty_softmax(1, WIDTH)
+    for start in range(0, grid_parts, PARTS):
+        part = start + tl.arange(0, PARTS)
+        # What was not written is read too, and dropped: so no load waits for the length.
+        there = part < num_there
+        peak = tl.load(mass + (row + part) * 2, mask=there, other=0.0)
+        weight = tl.load(mass + (row + part) * 2 + 1, mask=there, other=0.0)
+        piece = tl.load(partial + (row + part)[:, None] * DIM + lane, mask=there[:, None] & (lane < DIM), other=0.0)
+        written = part < used
+        peak = tl.where(written, peak, float("-inf"))
+        weight = tl.where(written, weight, 0.0)
+        piece = tl.where(written[:, None], piece, 0.0)
+        now = tl.maximum(largest, tl.max(peak, 0))
+        base = tl.where(now == float("-inf"), 0.0, now)
+        scale = tl.exp2(peak - base)
+        shrink = tl.exp2(largest - base)
+        total = total * shrink + tl.sum(weight * scale, 0)
+        values = values * shrink[:, None] + tl.sum(piece * scale[:, None], 0)[None, :]
+        largest = now
+    result = rounded(normalized(values, total), out.dtype.element_ty)
+    target = out + (token.to(tl.int64) * HEADS + head) * DIM
+    tl.store(target + lane, result, mask=lane < tl.where(token >= 0, DIM, 0))
     _zero_padding(out, query_start_loc, place, head, num_reqs, num_tokens, HEADS, DIM, WIDTH)

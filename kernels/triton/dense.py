@@ -5,7 +5,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from purestep.kernels.triton.shared import check_floats, check_rows, rounded
+from purestep.kernels.triton.shared import (
+    check_floats,
+    check_rows,
+    early_launch,
+    let_next_begin,
+    rounded,
+    wait_for_previous,
+)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -34,7 +41,7 @@ def _normed(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> t
     _rms_norm[(triton.cdiv(num_rows, rows),)](
         x, other, weight, out, total, eps, num_rows, groups, *x_steps, *other_steps,
         WIDTH=width, BLOCK=block, ROWS=rows, ADD=residual is not None,
-        num_warps=4 if block <= 2048 else 8 if block <= 8192 else 16,
+        num_warps=4 if block <= 2048 else 8 if block <= 8192 else 16, **early_launch(),
     )  # fmt: skip
     return out, total
 
@@ -53,11 +60,14 @@ def _steps(x: Tensor) -> tuple[int, int]:
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm(
     x, residual, weight, out, total, eps, num_rows, groups, x_outer, x_inner, r_outer, r_inner, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    let_next_begin(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     mask = (row < num_rows)[:, None] & (column < WIDTH)[None, :]
+    gain = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
+    wait_for_previous(EARLY)
     outer, inner = (row // groups)[:, None], (row % groups)[:, None]
     value = tl.load(x + outer * x_outer + inner * x_inner + column[None, :], mask=mask, other=0.0).to(
         tl.float32
@@ -70,7 +80,6 @@ def _rms_norm(
         value = summed.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 1) / WIDTH + eps)[:, None]
     normal = rounded(value * scale, total.dtype.element_ty).to(tl.float32)
-    gain = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
     tl.store(out + place, rounded(gain * normal, out.dtype.element_ty), mask=mask)
 
 
@@ -175,13 +184,15 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     if out.numel():
         block = min(triton.next_power_of_2(width), 1024)
         _silu_and_mul[(out.numel() // width, triton.cdiv(width, block))](
-            gate_up.contiguous(), out, WIDTH=width, BLOCK=block
+            gate_up.contiguous(), out, WIDTH=width, BLOCK=block, **early_launch()
         )
     return out
 
 
 @triton.jit
-def _silu_and_mul(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_and_mul(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    let_next_begin(EARLY)
+    wait_for_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH

@@ -13,9 +13,12 @@ from purestep.kernels.triton.shared import (
     SMALLEST_KEY,
     check_floats,
     check_rows,
+    early_launch,
     float_of,
+    let_next_begin,
     order_key,
     rounded,
+    wait_for_previous,
 )
 
 CHUNK = 4096
@@ -45,14 +48,21 @@ def _best(logits: Tensor, exponential: Tensor | None) -> Tensor:
     if reqs:
         noise_step = 0 if exponential is None else exponential.stride(0)
         _best_of_chunk[(reqs, chunks)](
-            logits, exponential, keys, ids, logits.stride(0), noise_step, vocab, chunks, CHUNK=CHUNK
+            logits, exponential, keys, ids, logits.stride(0), noise_step, vocab, chunks, CHUNK=CHUNK,
+            **early_launch(),
+        )  # fmt: skip
+        _best_of_row[(reqs,)](
+            keys, ids, out, chunks, BLOCK=triton.next_power_of_2(chunks), num_warps=1, **early_launch()
         )
-        _best_of_row[(reqs,)](keys, ids, out, chunks, BLOCK=triton.next_power_of_2(chunks), num_warps=1)
     return out
 
 
 @triton.jit
-def _best_of_chunk(logits, exponential, keys, ids, step, noise_step, vocab, chunks, CHUNK: tl.constexpr):
+def _best_of_chunk(
+    logits, exponential, keys, ids, step, noise_step, vocab, chunks, CHUNK: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    let_next_begin(EARLY)
+    wait_for_previous(EARLY)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     exists = token < vocab
@@ -67,7 +77,9 @@ def _best_of_chunk(logits, exponential, keys, ids, step, noise_step, vocab, chun
 
 
 @triton.jit
-def _best_of_row(keys, ids, out, chunks, BLOCK: tl.constexpr):
+def _best_of_row(keys, ids, out, chunks, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    let_next_begin(EARLY)
+    wait_for_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, BLOCK)
     key = tl.load(keys + row * chunks + chunk, mask=chunk < chunks, other=SMALLEST_KEY)

@@ -20,11 +20,9 @@ def ragged_index(query_start_loc: Tensor, num_tokens: int) -> tuple[Tensor, Tens
     return index, offset
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_reqs"], do_not_specialize_on_alignment=["query_start_loc"])
-def _ragged_index(
-    query_start_loc, index, offset, num_tokens, num_reqs, STEPS: tl.constexpr, TOKENS: tl.constexpr
-):
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+@triton.jit
+def request_of(query_start_loc, token, num_reqs, STEPS: tl.constexpr, TOKENS: tl.constexpr):
+    """The request of each token and the token's place within it; padding counts on in the last. 2**STEPS > num_reqs."""
     low = tl.zeros([TOKENS], tl.int32)  # the requests that end at or before the token
     high = low + num_reqs
     for _ in tl.static_range(STEPS):
@@ -34,6 +32,14 @@ def _ragged_index(
         low = tl.where(searching & before, middle + 1, low)
         high = tl.where(searching & ~before, middle, high)
     own = tl.minimum(low, num_reqs - 1)
-    start = tl.load(query_start_loc + own)
+    return own, token - tl.load(query_start_loc + own)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_reqs"], do_not_specialize_on_alignment=["query_start_loc"])
+def _ragged_index(
+    query_start_loc, index, offset, num_tokens, num_reqs, STEPS: tl.constexpr, TOKENS: tl.constexpr
+):
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    own, place = request_of(query_start_loc, token, num_reqs, STEPS, TOKENS)
     tl.store(index + token, own.to(tl.int64), mask=token < num_tokens)
-    tl.store(offset + token, (token - start).to(tl.int64), mask=token < num_tokens)
+    tl.store(offset + token, place.to(tl.int64), mask=token < num_tokens)

@@ -1,4 +1,6 @@
-"""What the kernels share: the checks of their arguments, and floats as integers of the same order."""
+"""What the kernels share: the checks of their arguments, early launches, and floats as integers of the same order."""
+
+import functools
 
 import torch
 import triton
@@ -41,6 +43,40 @@ def check_rows(function: str, **tensors: Tensor) -> None:
                 f"{function}: the last dimension of {name} {tuple(tensor.shape)} has stride {tensor.stride(-1)}; "
                 "it has to be 1: call contiguous() first"
             )
+
+
+def early_launch() -> dict[str, bool]:
+    """Options of a launch that may begin while the kernel before it still runs, if the device can do that.
+
+    Such a kernel calls `let_next_begin` and, in all of its programs, `wait_for_previous`. Until the wait it reads
+    nothing but weights, which no kernel of a step writes, and writes nothing: so results do not depend on timing.
+    A kernel that ends has waited for the one before it, so that waiting for one is waiting for all.
+    Source: https://docs.nvidia.com/cuda/cuda-c-programming-guide (programmatic dependent launch).
+    """
+    early = _can_begin_early()
+    return {"EARLY": early, "launch_pdl": early}
+
+
+@functools.cache
+def _can_begin_early() -> bool:
+    if INTERPRETED.value:
+        return False
+    target = triton.runtime.driver.active.get_current_target()
+    return target.backend == "cuda" and int(target.arch) >= 90
+
+
+@triton.jit
+def let_next_begin(EARLY: tl.constexpr):
+    """The kernel behind this one may begin once all programs of this one have; where it waits, it waits for their end."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous(EARLY: tl.constexpr):
+    """Until the kernel before this one has ended and what it wrote can be read."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit

@@ -72,12 +72,21 @@ def load_tile(
 
     kv points at one head's place in the first slot, table at the block ids of the request.
     """
-    lane = tl.arange(0, WIDTH)[None, :]
     block = (
         tl.load(table + key // BLOCK_SIZE, mask=valid, other=0)
         if MASKED
         else tl.load(table + key // BLOCK_SIZE)
     )
+    return load_slots(kv, block, key, valid, kv_block, kv_plane, kv_slot, BLOCK_SIZE, DIM, WIDTH, MASKED)
+
+
+@triton.jit
+def load_slots(
+    kv, block, key, valid, kv_block, kv_plane, kv_slot, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr,
+    WIDTH: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """`load_tile` of positions whose block ids are known."""
+    lane = tl.arange(0, WIDTH)[None, :]
     place = kv + (block.to(tl.int64) * kv_block + (key % BLOCK_SIZE) * kv_slot)[:, None] + lane
     if MASKED:
         mask = valid[:, None] & (lane < DIM)
@@ -93,7 +102,12 @@ def load_tile(
 @triton.jit
 def scores_of(q, k, scale, cap, HAS_CAP: tl.constexpr):
     """Scores [rows, keys] in units of log 2."""
-    score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    return capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, cap, HAS_CAP)
+
+
+@triton.jit
+def capped(score, cap, HAS_CAP: tl.constexpr):
+    """cap * tanh(score), where there is a cap."""
     if HAS_CAP:
         shrunk = tl.exp(-2.0 * tl.abs(score))
         tanh = (1.0 - shrunk) / (1.0 + shrunk)

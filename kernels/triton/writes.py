@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from purestep.kernels.triton.shared import check_rows
+from purestep.kernels.triton.shared import check_rows, early_launch, let_next_begin, wait_for_previous
 
 ENTRIES = 256  # of a scatter, per program
 
@@ -85,16 +85,24 @@ def embed(weight: Tensor, ids: Tensor) -> Tensor:
 
 def copy_blocks(kv: Tensor, source: Tensor, target: Tensor) -> Tensor:
     """`kv`, in which `kv[target] = kv[source]` was written; all sources are read before."""
-    held = kv.new_empty(source.shape[0], *kv.shape[1:])
-    _move(kv, held, source, None)
-    _move(held, kv, None, target)
+    blocks = _in_memory_order(kv)
+    held = blocks.new_empty(source.shape[0], *blocks.shape[1:])
+    _move(blocks, held, source, None)
+    _move(held, blocks, None, target)
     return kv
 
 
 def zero_blocks(kv: Tensor, blocks: Tensor) -> Tensor:
     """`kv`, in which `kv[blocks] = 0` was written."""
-    _move(kv.new_zeros(1, *kv.shape[1:]).expand(blocks.shape[0], *kv.shape[1:]), kv, None, blocks)
+    target = _in_memory_order(kv)
+    zeros = target.new_zeros(1, *target.shape[1:])
+    _move(zeros.expand(blocks.shape[0], *target.shape[1:]), target, None, blocks)
     return kv
+
+
+def _in_memory_order(kv: Tensor) -> Tensor:
+    """The same entries, each with its dimensions as they follow each other in memory."""
+    return kv.permute(0, *sorted(range(1, kv.dim()), key=kv.stride, reverse=True))
 
 
 def _move(source: Tensor, target: Tensor, source_index: Tensor | None, target_index: Tensor | None) -> None:
@@ -113,7 +121,7 @@ def _move(source: Tensor, target: Tensor, source_index: Tensor | None, target_in
     block = min(triton.next_power_of_2(width), 2048)
     _move_entries[(count, triton.cdiv(width, block))](
         source, target, source_index, target_index, given.stride(0), source.shape[0], target.shape[0], width,
-        source.stride(0), target.stride(0), BLOCK=block,
+        source.stride(0), target.stride(0), BLOCK=block, **early_launch(),
     )  # fmt: skip
 
 
@@ -123,8 +131,10 @@ def _move(source: Tensor, target: Tensor, source_index: Tensor | None, target_in
 )
 def _move_entries(
     source, target, source_index, target_index, index_step, num_sources, num_targets, width, source_step,
-    target_step, BLOCK: tl.constexpr,
+    target_step, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    let_next_begin(EARLY)
+    wait_for_previous(EARLY)
     entry = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     origin = entry

@@ -76,28 +76,26 @@ def embed(
     hidden = inputs.inputs_embeds
     if hidden is None:
         hidden = kernels.embed(weights, inputs.input_ids)
-    cos, sin = rope_cos_sin(config.rope, inputs.positions, config.attention.head_dim, hidden.dtype)
+    head_dim = config.attention.head_dim
+    cos, sin = rope_cos_sin(config.rope, inputs.positions, head_dim, hidden.dtype, kernels=kernels)
     return cos, sin, hidden
 
 
 def before_attention(
     piece: Piece, weights: dict[str, Tensor], carried: Carried, inputs: ModelInputs, *, kernels: Kernels
 ) -> Carried:
-    """Queries, keys and values [tokens, heads, dim] of one layer, rotated."""
-    config: ModelConfig = piece.config
-    shape, eps = config.attention, config.rms_norm_eps
+    """Queries, keys and values of one layer, side by side: [tokens, (heads + 2 * kv_heads) * dim]."""
     cos, sin, hidden, *residual = carried
-    if residual:
-        hidden, total = kernels.add_rms_norm(hidden, residual[0], weights["input_norm"], eps)
-    else:
-        hidden, total = kernels.rms_norm(hidden, weights["input_norm"], eps), hidden
-    qkv = kernels.linear(hidden, weights["qkv"], weights.get("qkv_bias"))
-    heads = torch.unflatten(qkv, -1, (-1, shape.head_dim))
-    q, k, v = torch.split(heads, [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=-2)
-    if shape.qk_norm:
-        q, k = kernels.rms_norm(q, weights["q_norm"], eps), kernels.rms_norm(k, weights["k_norm"], eps)
-    q, k = kernels.rotate(q, k, cos, sin)
-    return q, k, v, cos, sin, total
+    qkv, total = kernels.norm_linear(
+        kernels,
+        hidden,
+        residual[0] if residual else None,
+        weights["input_norm"],
+        piece.config.rms_norm_eps,
+        weights["qkv"],
+        weights.get("qkv_bias"),
+    )
+    return qkv, cos, sin, total
 
 
 def attention(
@@ -110,24 +108,28 @@ def attention(
     *,
     kernels: Kernels,
 ) -> tuple[Carried, tuple[Tensor, ...]]:
-    """Attention of one layer over its KV group's blocks."""
+    """Attention of one layer over its KV group's blocks, queries and keys rotated."""
     shape, group = piece.config.attention, metadata.groups[piece.group]
-    q, k, v, *rest = carried
-    out, layer_kv = kernels.attend(
-        q,
-        k,
-        v,
+    qkv, cos, sin, residual = carried
+    out, layer_kv = kernels.attend_qkv(
+        kernels,
+        qkv,
         kv[0],
         metadata.query_start_loc,
         metadata.seq_lens,
         group.block_table,
         group.slot_mapping,
+        cos=cos,
+        sin=sin,
+        q_gain=weights["q_norm"] if shape.qk_norm else None,
+        k_gain=weights["k_norm"] if shape.qk_norm else None,
+        eps=piece.config.rms_norm_eps,
         max_query_len=metadata.max_query_len,
         max_seq_len=metadata.max_seq_len,
         scale=shape.head_dim**-0.5,
         sliding_window=shape.window_of(piece.layers[0]),
     )
-    return (out, *rest), (layer_kv,)
+    return (out, cos, sin, residual), (layer_kv,)
 
 
 def after_attention(
@@ -136,8 +138,9 @@ def after_attention(
     """Output projection and feed-forward of one layer; its sum with the residual is left to the next norm."""
     out, cos, sin, residual = carried
     hidden = kernels.linear(out.flatten(-2), weights["o"], weights.get("o_bias"))
-    hidden, residual = kernels.add_rms_norm(hidden, residual, weights["post_norm"], piece.config.rms_norm_eps)
-    hidden = kernels.silu_and_mul(kernels.linear(hidden, weights["gate_up"], None))
+    hidden, residual = kernels.norm_gate_up(
+        kernels, hidden, residual, weights["post_norm"], piece.config.rms_norm_eps, weights["gate_up"]
+    )
     return cos, sin, kernels.linear(hidden, weights["down"], None), residual
 
 

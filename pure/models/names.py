@@ -25,6 +25,11 @@ QK_NORM = (("q_norm", ("self_attn.q_norm.weight",)), ("k_norm", ("self_attn.k_no
 
 def hf_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor that a checkpoint of this model must hold, by Hugging Face name, with its shape."""
+    return dict(_each_shape(config))
+
+
+def _each_shape(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """One by one: a damaged config may ask for more layers than can be listed."""
     shape, hidden, inner = config.attention, config.hidden_size, config.intermediate_size
     q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     layer = {
@@ -44,14 +49,13 @@ def hf_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "self_attn.q_norm.weight": (shape.head_dim,),
         "self_attn.k_norm.weight": (shape.head_dim,),
     }
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    parts = [part for leaf in layer_leaves(config).values() for part in leaf]
+    yield "model.embed_tokens.weight", (config.vocab_size, hidden)
     for i in range(config.num_layers):
-        for parts in layer_leaves(config).values():
-            shapes |= {f"model.layers.{i}.{part}": layer[part] for part in parts}
-    shapes["model.norm.weight"] = (hidden,)
+        yield from ((f"model.layers.{i}.{part}", layer[part]) for part in parts)
+    yield "model.norm.weight", (hidden,)
     if not config.tied_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    return shapes
+        yield "lm_head.weight", (config.vocab_size, hidden)
 
 
 def layer_leaves(config: ModelConfig) -> dict[str, tuple[str, ...]]:
@@ -75,14 +79,18 @@ def check_shapes(
     A tied head and old rotary buffers may be there as well: both follow from the rest.
 
     Raises:
-        ModelLoadError: a missing, unexpected or misshapen tensor, named with its file (else with `source`).
+        ModelLoadError: a missing, unexpected or misshapen tensor, named with its file (else with `source`), or heads
+            that can not be.
     """
-    wanted = hf_shapes(config)
-    missing = [name for name in wanted if name not in found]
-    if missing:
-        raise ModelLoadError(
-            f"{source}: tensor {missing[0]} is missing ({len(missing)} of {len(wanted)} are)"
-        )
+    _check_heads(config, source)
+    wanted: dict[str, tuple[int, ...]] = {}
+    for name, shape in _each_shape(config):
+        if name not in found:
+            raise ModelLoadError(
+                f"{source}: tensor {name} is missing; there are {len(found)} tensors, "
+                f"and its config asks for {config.num_layers} layers"
+            )
+        wanted[name] = shape
     file_of = files or {}
     for name, shape in wanted.items():
         if tuple(found[name]) != shape:
@@ -144,6 +152,19 @@ def _layer_views(config: ModelConfig, layer: Mapping[str, Tensor]) -> Iterator[t
     for leaf, parts in layer_leaves(config).items():
         pieces = torch.split(layer[leaf], list(sizes[leaf])) if leaf in sizes else (layer[leaf],)
         yield from zip(parts, pieces, strict=True)
+
+
+def _check_heads(config: ModelConfig, source: str) -> None:
+    shape = config.attention
+    if shape.num_heads % shape.num_kv_heads:
+        raise ModelLoadError(
+            f"{source}: its config has {shape.num_heads} query heads over {shape.num_kv_heads} key-value heads; "
+            "each of these has to serve equally many: correct the config"
+        )
+    if shape.head_dim < 2 or shape.head_dim % 2:
+        raise ModelLoadError(
+            f"{source}: its config has heads of size {shape.head_dim}; rotation takes pairs: correct the config"
+        )
 
 
 def _fused(parts: list[Tensor]) -> Tensor:

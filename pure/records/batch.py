@@ -8,6 +8,7 @@ from jaxtyping import Int32
 
 from purestep.kernels.record import record
 from purestep.pure.arrays import Tape, frozen
+from purestep.pure.persistent import Column
 from purestep.pure.records.layout import Layout
 from purestep.pure.records.sampling_params import SamplingParams
 
@@ -25,6 +26,18 @@ class BatchLimits:
     num_blocks: tuple[int, ...]  # per KV group, the null block included
     eos_token_ids: tuple[int, ...] = ()  # the model's
     seed: int = 0  # of requests that bring none
+    kernel_block_sizes: tuple[int, ...] = ()  # per KV group, divisors of block_sizes; (): the same
+
+    @property
+    def table_block_sizes(self) -> tuple[int, ...]:
+        """Tokens of one entry in the device's block tables, per KV group."""
+        return self.kernel_block_sizes or self.block_sizes
+
+    @property
+    def num_kernel_blocks(self) -> tuple[int, ...]:
+        """Entries of the device's block tables that one block of the scheduler takes, per KV group."""
+        sizes = zip(self.block_sizes, self.table_block_sizes, strict=True)
+        return tuple([size // kernel_size for size, kernel_size in sizes])
 
     @property
     def null_row(self) -> int:
@@ -45,6 +58,15 @@ class CachedRequestState:
     stream: int
     num_computed_tokens: int
     lora_request: Any = None
+
+
+@record
+class Fork:
+    """A request that was given another one's history: what steps begun by then tell of that, they tell of this too."""
+
+    parent: CachedRequestState
+    child: CachedRequestState
+    num_begun: int
 
 
 @record
@@ -80,6 +102,15 @@ class Columns:
     released_at: Int32[np.ndarray, " rows"]  # the last step that may still write a row that was given up
 
 
+@record
+class Holders:
+    """How many rows hold each block, as counted in a batch with these requests and block lists."""
+
+    requests: tuple[CachedRequestState | None, ...]
+    block_ids: tuple[tuple[Tape | None, ...], ...]  # by KV group, then row
+    counts: tuple[Column, ...]  # by KV group; what block 0 has means nothing
+
+
 @record(static=True)
 class Clock:
     """Steps begun, and steps whose output is known to the host."""
@@ -102,21 +133,27 @@ class InputBatch:
     parked: MappingProxyType[str, Parked]
     req_ids: tuple[str, ...]  # this step's batch, by index
     layout: Layout
+    holders: Holders
     block_copies: BlockPairs = ()  # this step's, before anything is written
     blocks_to_zero: tuple[tuple[int, ...], ...] = ()
     clock: Clock = Clock()
+    forks: tuple[Fork, ...] = ()  # made since the last step began, or before steps that are not settled
 
     @staticmethod
     def make_empty(limits: BatchLimits) -> "InputBatch":
         """No request is known."""
-        rows = limits.max_num_reqs
-        zeros = frozen(np.zeros(rows, np.int32))
+        num_rows = limits.max_num_reqs
+        nobody: tuple[None, ...] = (None,) * num_rows
+        rows = Rows(nobody, nobody, (nobody,) * len(limits.block_sizes))
+        zeros = frozen(np.zeros(num_rows, np.int32))
+        holders = tuple([Column.make(num_blocks, 0) for num_blocks in limits.num_blocks])
         return InputBatch(
             limits=limits,
-            rows=Rows((None,) * rows, (None,) * rows, ((None,) * rows,) * len(limits.block_sizes)),
+            rows=rows,
             columns=Columns(zeros, zeros, zeros, zeros, zeros, zeros, frozen(zeros - 1), zeros),
             row_of=MappingProxyType({}),
             parked=MappingProxyType({}),
             req_ids=(),
             layout=Layout.make_empty(),
+            holders=Holders(rows.requests, rows.block_ids, holders),
         )

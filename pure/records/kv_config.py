@@ -5,9 +5,13 @@ its piece and does not occur here; neither does one that keeps nothing.
 Source: vllm/v1/kv_cache_interface.py.
 """
 
+import numpy as np
 import torch
+from jaxtyping import Int, Int32
 
 from purestep.kernels.record import record
+from purestep.pure.arrays import frozen
+from purestep.pure.errors import KVCacheConfigError
 
 
 @record(static=True)
@@ -84,3 +88,24 @@ class MultipleOf:
 
 
 BlockSizes = tuple[int | MultipleOf, ...]  # those that one attention kernel supports
+
+
+def kernel_block_ids(
+    block_ids: Int[np.ndarray, " blocks"], *, block_size: int, kernel_block_size: int
+) -> Int32[np.ndarray, " kernel_blocks"]:
+    """The kernel blocks that these blocks of the scheduler consist of: block x is x * ratio up to (x + 1) * ratio.
+
+    Both address the same slots, since slot = block id * block size + offset either way.
+
+    Raises:
+        KVCacheConfigError: a kernel block that does not divide the scheduler's.
+    Source: vllm/v1/worker/block_table.py map_to_kernel_blocks.
+    """
+    ratio, rest = divmod(block_size, kernel_block_size)
+    if rest or ratio < 1:
+        raise KVCacheConfigError(
+            f"blocks of {block_size} tokens can not be cut into kernel blocks of {kernel_block_size}: "
+            "choose a kernel block size that divides the block size"
+        )
+    parts = np.asarray(block_ids, np.int32)[:, None] * np.int32(ratio) + np.arange(ratio, dtype=np.int32)
+    return frozen(parts.reshape(-1))

@@ -1,15 +1,17 @@
 """What a step gives back. Source: vllm/v1/outputs.py (names and fields)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
+from numpy.typing import NDArray
 from torch import Tensor
 
 from purestep.kernels.record import record, replace
 from purestep.pure.arrays import Array
+from purestep.pure.errors import SchedulerOutputError
 
 
 @record
@@ -35,11 +37,30 @@ class SampledTokens:
 class StepOutput:
     """What the device learnt in one step, one entry per index of the batch."""
 
-    sampled_token_ids: Int[Array, "reqs width"]  # -1: not kept (unfinished prefill, frozen row, NaN logits)
+    sampled_token_ids: Int[Array, "reqs width"]  # -1: not kept (unfinished prefill, idle row, NaN logits)
     num_computed_tokens: Int[Array, " reqs"]  # after the step
     active: Bool[Array, " reqs"]  # False once the row hit a stop id, its length limit or NaN logits
     has_nan: Bool[Array, " reqs"]
     logprobs_tensors: LogprobsTensors | None = None
+
+
+def host_columns(output: StepOutput, num_reqs: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """What an output on the host says of its first requests: the token kept or -1, computed tokens, NaN or not.
+
+    Entries behind them are padding.
+
+    Raises:
+        SchedulerOutputError: columns that are not of one length or too short, or not one token for each request.
+    """
+    tokens, has_nan = np.asarray(output.sampled_token_ids), np.asarray(output.has_nan)
+    computed, num_active = np.asarray(output.num_computed_tokens), len(output.active)
+    if tokens.shape[1:] != (1,) or not num_reqs <= len(tokens) == len(computed) == len(has_nan) == num_active:
+        raise SchedulerOutputError(
+            f"an output of {num_reqs} requests has sampled_token_ids of shape {tokens.shape} and {len(computed)}, "
+            f"{num_active} and {len(has_nan)} entries of num_computed_tokens, active and has_nan: give one column "
+            f"of tokens, and at least {num_reqs} entries everywhere, as many of each"
+        )
+    return tokens[:num_reqs, 0], computed[:num_reqs], has_nan[:num_reqs]
 
 
 @record
@@ -106,7 +127,7 @@ class ModelRunnerOutput:
 
     req_ids: tuple[str, ...]
     req_id_to_index: Mapping[str, int]
-    sampled_token_ids: tuple[tuple[int, ...], ...] = ()
+    sampled_token_ids: Sequence[Sequence[int]] = ()
     logprobs: LogprobsLists | None = None
     prompt_logprobs_dict: Mapping[str, LogprobsTensors | None] = MappingProxyType({})
     pooler_output: tuple[Tensor | None, ...] | None = None

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from jaxtyping import Int32
+from jaxtyping import Float32, Int32
 from torch import Tensor
 
 from purestep.kernels.record import record, static
@@ -23,11 +23,13 @@ class InboxShape:
 
     layout: int | None = None  # indices; None: row_of_index and query_start_loc stay
     ledger: int = 0  # rows written anew: (row, every ledger column but the step)
-    sampling: int = 0  # (row, every sampling column)
+    sampling: int = 0  # (row, packed sampling row)
     tokens: int = 0  # (row, position, token id)
+    rooms: int = 0  # (row, tokens that its blocks can hold)
     blocks: tuple[int, ...] = ()  # per group: (row, place in the row's table, block id)
     copies: tuple[int, ...] = ()  # per group: (source block, target block)
     zeros: tuple[int, ...] = ()  # per group: block
+    forks: int = 0  # (source row, target row): ledger and tokens, copied before anything is written
 
 
 @record
@@ -39,6 +41,7 @@ class Inbox:
     constraints: TokenConstraints | None = None  # replaces the state's where `has_constraints`
     bounds: LayoutBounds | None = static(default=None)  # None: the layout stays
     has_constraints: bool = static(default=False)
+    floats: Float32[Array, " words"] | None = None  # the words seen as floats, where some are sampling rows
 
     @property
     def is_empty(self) -> bool:

@@ -94,6 +94,7 @@ class Residence:
     num_borrowed: tuple[int, ...]  # per KV group: leading blocks that others computed
     num_offered: int  # tokens whose blocks the prefix cache has been offered
     may_offer: bool  # False: its blocks mix versions of the parameters
+    sources: tuple[int | None, ...] = ()  # per KV group: held, to be copied into the next block that it gets
 
 
 @record
@@ -174,6 +175,9 @@ class StepInFlight:
     ticket: Int64[np.ndarray, " reqs"]
     num_computed: Int32[np.ndarray, " reqs"]  # after it
     samples: Bool[np.ndarray, " reqs"]  # whether its token is kept
+    entry: Int64[np.ndarray, " reqs"] | None = (
+        None  # of the output, where forks learn what their parents learn
+    )
 
 
 @record
@@ -210,5 +214,8 @@ class Queue:
     log: TokenLog
     news: News
     in_flight: tuple[StepInFlight, ...] = ()  # oldest first
+    moments: Mapping[Any, tuple[Int32[np.ndarray, " blocks"], ...]] = MappingProxyType(
+        {}
+    )  # what they hold, per group
     kv_version: KVVersion = KVVersion()
     next_ticket: int = 0

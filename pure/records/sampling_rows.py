@@ -20,7 +20,8 @@ INTS = (
     "num_stop_ids",  # of the ids behind: these end the row; the rest is only banned until min_tokens
     "logprobs_mode",  # index into LOGPROBS_MODES
 )
-NUM_COLUMNS = len(FLOATS) + len(INTS) + MAX_STOP_IDS
+NUM_FLOATS = len(FLOATS)
+NUM_WORDS = NUM_FLOATS + len(INTS) + MAX_STOP_IDS  # of a packed row
 
 
 @record
@@ -40,8 +41,9 @@ class TokenConstraints:
 
 @record
 class SamplingRows:
-    """`table` holds, by row: FLOATS (as bits), INTS, then the ids banned until min_tokens, padded with -1."""
+    """By row: FLOATS; and in `table` INTS, then the ids banned until min_tokens, padded with -1."""
 
+    floats: Float32[Tensor, "rows floats"]
     table: Int32[Tensor, "rows columns"]
     constraints: TokenConstraints | None = None
 
@@ -62,7 +64,7 @@ def stop_ids_of(params: SamplingParams, eos_token_ids: tuple[int, ...]) -> tuple
 def packed_row(
     params: SamplingParams, *, seed: int, stream: int, eos_token_ids: tuple[int, ...]
 ) -> list[int]:
-    """A request's sampling row as int32 words."""
+    """A request's sampling row as int32 words: NUM_FLOATS of them are the bits of floats."""
     params = normalize(params)
     floats = [params.temperature, params.top_p, params.min_p]
     floats += [params.repetition_penalty, params.frequency_penalty, params.presence_penalty]

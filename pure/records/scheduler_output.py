@@ -110,3 +110,15 @@ class SchedulerOutput:
             num_scheduled_tokens=np.zeros(0, np.int32),
             finished_req_ids=finished_req_ids,
         )
+
+
+@record
+class GrammarOutput:
+    """The tokens that grammars allow in one step; it comes between `execute_model` and `sample_tokens`.
+
+    Each request has 1 + its drafts consecutive masks, in the order of the ids. Token v is allowed where bit v % 32 of
+    word v // 32 is set.
+    """
+
+    structured_output_request_ids: tuple[str, ...]
+    grammar_bitmask: Int32[np.ndarray, "masks words"]

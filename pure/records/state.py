@@ -2,7 +2,7 @@
 
 overwrite    `ledger`: a new value each step; a clone of it is a snapshot
 append-only  `kv`, `token_ids`: what lies below a sequence's length never changes while it is held
-host-written `block_tables`, `sampling`, `layout`: replaced only by what an inbox carries
+host-written `block_tables`, `room`, `sampling`, `layout`: replaced only by what an inbox carries
 inbox        `inbox`: the plan of the coming step, emptied by `absorb`
 """
 
@@ -80,10 +80,11 @@ class StepState:
     kv: tuple[Tensor, ...]  # per layer [blocks, 2, block_size, kv_heads, head_dim]; block 0 is the null block
     token_ids: Int32[Tensor, "rows max_model_len"]
     block_tables: tuple[Int32[Tensor, "rows _blocks"], ...]  # per KV group, each of its own width
+    room: Int32[Tensor, " rows"]  # tokens that its blocks can hold; it runs idle where a step needs more
     sampling: SamplingRows
     layout: Layout
     inbox: Inbox
-    block_sizes: tuple[int, ...] = static()  # per KV group
+    block_sizes: tuple[int, ...] = static()  # per KV group, of the kernels' blocks
     group_of_layer: tuple[int, ...] = static()  # the KV group of each layer of `kv`
 
 

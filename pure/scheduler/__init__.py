@@ -7,6 +7,7 @@
 Every function returns a new queue and leaves the old one good, so going back to where one was is keeping the old value.
 """
 
+from purestep.pure.scheduler.branches import fork, go_back, hold, let_go
 from purestep.pure.scheduler.invariants import check_invariants
 from purestep.pure.scheduler.lifecycle import (
     abort,
@@ -31,6 +32,10 @@ __all__ = [
     "check_invariants",
     "find_stop",
     "finish",
+    "fork",
+    "go_back",
+    "hold",
+    "let_go",
     "make_queue",
     "num_free",
     "preempt_all",

@@ -14,10 +14,9 @@ from purestep.pure.persistent import Heap, pop, push
 from purestep.pure.record import record, replace
 from purestep.pure.records.block_pool import BlockPool
 from purestep.pure.records.queue import Queue, RequestState, Residence, TokenLog, Waiting
-from purestep.pure.scheduler.memory import NEVER, in_line, with_chain
+from purestep.pure.scheduler.memory import NEVER, held_by, in_line, tidied, with_chain
 from purestep.pure.scheduler.rows import Newcomer, add_rows, length_limit
-
-BlockCopies = tuple[tuple[tuple[int, int], ...], ...]
+from purestep.pure.scheduler.sharing import Copies
 
 
 @record
@@ -36,7 +35,7 @@ class Taken:
 
     pools: tuple[BlockPool, ...]  # per KV group
     blocks: tuple[Tape, ...]  # per KV group
-    copies: tuple[tuple[int, int] | None, ...]  # per KV group
+    copies: Copies
 
 
 @record
@@ -45,7 +44,7 @@ class Admitted:
 
     newcomer: Newcomer
     num_scheduled: int
-    copies: tuple[tuple[int, int] | None, ...]  # per KV group: (source, target)
+    copies: Copies
     is_new: bool  # it never ran before
 
 
@@ -59,7 +58,7 @@ def admit(queue: Queue, budget: int) -> tuple[Queue, tuple[Admitted, ...]]:
     """
     queue = _release_forks(queue)
     admitted: list[Admitted] = []
-    num_rows = queue.config.max_num_reqs - _num_held_rows(queue)
+    num_rows = queue.config.max_num_reqs - num_held_rows(queue)
     while budget > 0 and len(queue.running) + len(admitted) < num_rows:
         queue, state = _first_in_line(queue)
         if state is None or state.num_in_flight or queue.waiting.blocked == (state.ticket, queue.pools):
@@ -73,16 +72,7 @@ def admit(queue: Queue, budget: int) -> tuple[Queue, tuple[Admitted, ...]]:
     return replace(queue, running=running), tuple(admitted)
 
 
-def copies_of(admitted: Sequence[Admitted], num_groups: int) -> BlockCopies:
-    """The block copies that admissions need, per KV group; () for none at all."""
-    groups = tuple(
-        tuple(pair for new in admitted if (pair := new.copies[group]) is not None)
-        for group in range(num_groups)
-    )
-    return groups if any(groups) else ()
-
-
-def _num_held_rows(queue: Queue) -> int:
+def num_held_rows(queue: Queue) -> int:
     """Rows of the device that steps on their way may still write, though their requests have left."""
     if not queue.in_flight:
         return 0
@@ -102,7 +92,8 @@ def _release_forks(queue: Queue) -> Queue:
     for ticket in waiting.forks:
         for fork in () if ticket in unready else waiting.forks[ticket]:
             state = states.get(fork)
-            line = line if state is None else push(line, in_line(state))
+            assert state is not None, "a fork has left, and still waits for its parent"
+            line = push(line, in_line(state))
     forks = MappingProxyType({ticket: forks for ticket, forks in waiting.forks.items() if ticket in unready})
     return replace(queue, waiting=replace(waiting, line=line, forks=forks))
 
@@ -199,7 +190,8 @@ def _forked(queue: Queue, state: RequestState) -> Beginning | None:
         return None
     if request.sampling_params.prompt_logprobs is not None:  # needs the logits of every prompt token
         return None
-    beginning = _beginning(queue, [blocks.array for blocks in residence.blocks], num_prompt - 1)
+    blocks = [held_by(residence, group) for group in range(len(queue.pools))]
+    beginning = _beginning(queue, blocks, num_prompt - 1)
     return replace(beginning, may_offer=residence.may_offer)
 
 
@@ -252,7 +244,7 @@ def _move_in(queue: Queue, taken: Taken, beginning: Beginning) -> tuple[Queue, R
     )
     queue = replace(
         queue,
-        waiting=Waiting(waiting.states.without([first[-1]]), line, waiting.forks),
+        waiting=tidied(Waiting(waiting.states.without([first[-1]]), line, waiting.forks)),
         pools=taken.pools,
         log=TokenLog(log.lines, log.width, log.free_slots[:-1]),
     )

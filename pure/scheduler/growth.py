@@ -19,6 +19,7 @@ from purestep.pure.records.queue import Queue, RequestState, Residence
 from purestep.pure.records.scheduler_output import NOTHING, BlockIds
 from purestep.pure.scheduler.memory import leave
 from purestep.pure.scheduler.rows import with_residences
+from purestep.pure.scheduler.sharing import Copies, copies_into, own_again, without_copied
 
 Tokens = Int32[np.ndarray, " rows"]
 
@@ -30,15 +31,24 @@ class Served:
     queue: Queue
     num_scheduled: Int32[np.ndarray, " rows"]
     new_block_ids: Mapping[str, BlockIds]
+    copies: Mapping[str, Copies] = NOTHING
     preempted: tuple[RequestState, ...] = ()
+
+
+@record
+class Given:
+    """Blocks that rows were given, and the queue with them."""
+
+    queue: Queue
+    new_block_ids: dict[str, BlockIds]
+    copies: dict[str, Copies]  # into the first of the new blocks
 
 
 def serve_running(queue: Queue) -> Served:
     """Each running request's next tokens, in order, within the budget, and blocks for them."""
     wanted = _wanted(queue)
     num_scheduled = _within_budget(queue, wanted)
-    counts = queue.running.counts
-    lacking = counts.num_computed + num_scheduled > counts.num_covered
+    lacking = _lacking(queue, num_scheduled)
     if not lacking.any():
         return Served(queue, num_scheduled, NOTHING)
     return (
@@ -52,8 +62,8 @@ def _wanted(queue: Queue) -> Tokens:
     """Tokens that each row could compute now."""
     counts, config = queue.running.counts, queue.config
     pending = counts.num_tokens > counts.num_known
-    if config.async_scheduling:
-        pending &= ~counts.ran  # a row that sat out comes back by its tokens, so all must be known
+    if config.async_scheduling:  # a row that sat out comes back as the host knows it, so nothing may be on its way
+        pending = (pending | (counts.num_settled < counts.num_computed)) & ~counts.ran
     wanted: Tokens = counts.num_tokens - counts.num_computed
     waits = pending | (counts.num_tokens >= queue.running.facts.length_limit)
     if waits.any():
@@ -61,6 +71,13 @@ def _wanted(queue: Queue) -> Tokens:
     if config.long_prefill_token_threshold is not None:
         wanted = np.minimum(wanted, config.long_prefill_token_threshold).astype(np.int32)
     return wanted
+
+
+def _lacking(queue: Queue, num_scheduled: Tokens) -> NDArray[np.bool_]:
+    """Which rows of the step have too few blocks for it. One that gave up its open block may sit out without."""
+    counts = queue.running.counts
+    lacking: NDArray[np.bool_] = counts.num_computed + num_scheduled > counts.num_covered
+    return lacking & (num_scheduled > 0)
 
 
 def _within_budget(queue: Queue, wanted: Tokens) -> Tokens:
@@ -79,19 +96,19 @@ def _extend_all(queue: Queue, num_scheduled: Tokens) -> Served | None:
     ahead = np.minimum(counts.num_tokens + queue.config.block_horizon, facts.length_limit) - 1
     target = np.where(num_scheduled > 0, np.maximum(ahead, counts.num_computed + num_scheduled), 0)
     missing = _missing(queue, target)
-    if any(2 * m.sum() > pool.num_available for m, pool in zip(missing, queue.pools, strict=True)):
+    if any(2 * n > pool.num_available for n, pool in zip(_needed(queue, missing), queue.pools, strict=True)):
         return None
-    queue, new_block_ids = _extend(queue, missing)
-    return Served(queue, num_scheduled, new_block_ids)
+    given = _extend(queue, missing)
+    return Served(given.queue, num_scheduled, given.new_block_ids, given.copies)
 
 
 def _extend_lacking(queue: Queue, num_scheduled: Tokens, lacking: NDArray[np.bool_]) -> Served | None:
     """Blocks for what the rows do in this step, if there are enough."""
     missing = _missing(queue, np.where(lacking, queue.running.counts.num_computed + num_scheduled, 0))
-    if any(m.sum() > pool.num_available for m, pool in zip(missing, queue.pools, strict=True)):
+    if any(n > pool.num_available for n, pool in zip(_needed(queue, missing), queue.pools, strict=True)):
         return None
-    queue, new_block_ids = _extend(queue, missing)
-    return Served(queue, num_scheduled, new_block_ids)
+    given = _extend(queue, missing)
+    return Served(given.queue, num_scheduled, given.new_block_ids, given.copies)
 
 
 def _press(queue: Queue, wanted: Tokens) -> Served:
@@ -101,21 +118,23 @@ def _press(queue: Queue, wanted: Tokens) -> Served:
     to preempt it would give nobody anything. So the first row always gets on, or one that will run short later.
     """
     new_block_ids: dict[str, list[list[int]]] = {}
+    copies: dict[str, Copies] = {}
     preempted: list[RequestState] = []
     while True:
         counts = queue.running.counts
         num_scheduled = _within_budget(queue, wanted)
-        lacking = np.flatnonzero(counts.num_computed + num_scheduled > counts.num_covered)
+        lacking = np.flatnonzero(_lacking(queue, num_scheduled))
         if not len(lacking):
             break
         row, last = int(lacking[0]), len(queue.running) - 1
         target = np.zeros(last + 1, np.int32)
         target[row] = counts.num_computed[row] + num_scheduled[row]
         missing = _missing(queue, target)
-        short = [m.sum() > pool.num_available for m, pool in zip(missing, queue.pools, strict=True)]
+        short = [n > p.num_available for n, p in zip(_needed(queue, missing), queue.pools, strict=True)]
         if not any(short):
-            queue, new = _extend(queue, missing)
-            for req_id, groups in new.items():
+            new = _extend(queue, missing)
+            queue, copies = new.queue, copies | new.copies
+            for req_id, groups in new.new_block_ids.items():
                 own = new_block_ids.setdefault(req_id, [[] for _ in groups])
                 new_block_ids[req_id] = [a + list(b) for a, b in zip(own, groups, strict=True)]
         elif row == last or _held_ahead(queue, wanted, short):
@@ -130,7 +149,8 @@ def _press(queue: Queue, wanted: Tokens) -> Served:
         for req_id, groups in new_block_ids.items()
         if req_id in running_ids
     }
-    return Served(queue, frozen(num_scheduled), given, tuple(preempted))
+    copies = {req_id: pairs for req_id, pairs in copies.items() if req_id in running_ids}
+    return Served(queue, frozen(num_scheduled), given, copies, tuple(preempted))
 
 
 def _held_ahead(queue: Queue, wanted: Tokens, short: Sequence[Any]) -> bool:
@@ -157,16 +177,29 @@ def _missing(queue: Queue, target: Tokens) -> list[NDArray[Any]]:
     return [np.maximum(-(-target // size) - _held(queue, group), 0) for group, size in enumerate(sizes)]
 
 
-def _extend(queue: Queue, missing: Sequence[NDArray[Any]]) -> tuple[Queue, dict[str, BlockIds]]:
-    """The queue with so many more blocks for each row, per KV group, and which."""
+def _needed(queue: Queue, missing: Sequence[NDArray[Any]]) -> list[int]:
+    """Blocks that have to come from the pools, per KV group, if rows are given those that they lack."""
+    return [int(n.sum()) - len(own_again(queue, n, group)) for group, n in enumerate(missing)]
+
+
+def _extend(queue: Queue, missing: Sequence[NDArray[Any]]) -> Given:
+    """The queue with so many more blocks for each row, per KV group.
+
+    A row that has a block to copy gets a copy of it in the first one, or that block itself if nobody else has it.
+    """
     pools, running, sizes = [], queue.running, queue.config.block_sizes
     rows = np.flatnonzero(np.sum(missing, axis=0)).tolist()
     new_ids: list[list[tuple[int, ...]]] = []  # per KV group, then row
-    for pool, num_blocks in zip(queue.pools, missing, strict=True):
-        pool, fresh = allocate(pool, int(num_blocks.sum()))
+    for group, (pool, num_blocks) in enumerate(zip(queue.pools, missing, strict=True)):
+        own = own_again(queue, num_blocks, group)
+        taken = with_items(num_blocks, list(own), num_blocks[list(own)] - 1) if own else num_blocks
+        pool, fresh = allocate(pool, int(taken.sum()))
         pools.append(pool)
-        ids, ends = fresh.tolist(), np.cumsum(num_blocks[rows]).tolist()
-        new_ids.append([tuple(ids[start:end]) for start, end in zip([0, *ends], ends, strict=False)])
+        ids, ends = fresh.tolist(), np.cumsum(taken[rows]).tolist()
+        given = [tuple(ids[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+        new_ids.append(
+            [(own[row], *new) if row in own else new for row, new in zip(rows, given, strict=True)]
+        )
     new_block_ids = dict(zip((running.req_ids[row] for row in rows), zip(*new_ids, strict=True), strict=True))
     residences = {
         row: _longer(running.residences[row], new)
@@ -179,7 +212,13 @@ def _extend(queue: Queue, missing: Sequence[NDArray[Any]]) -> tuple[Queue, dict[
     ]
     running = with_residences(running, residences)
     running = replace(running, counts=replace(running.counts, num_covered=frozen(covered)))
-    return replace(queue, running=running, pools=tuple(pools)), new_block_ids
+    copies = {
+        running.req_ids[row]: copies_into(old, new_block_ids[running.req_ids[row]])
+        for row in rows
+        if (old := queue.running.residences[row]).sources
+    }
+    queue = replace(queue, running=running, pools=tuple(pools))
+    return Given(without_copied(queue, list(copies.values())), new_block_ids, copies)
 
 
 def _longer(residence: Residence, new: BlockIds) -> Residence:
@@ -191,4 +230,4 @@ def _longer(residence: Residence, new: BlockIds) -> Residence:
         residence.num_borrowed,
         residence.num_offered,
         residence.may_offer,
-    )
+    )  # and no sources: the first of the new blocks is a copy of them

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from purestep.pure.persistent import Heap, pop
+from purestep.pure.persistent import Heap, num_in, pop
 from purestep.pure.records.block_pool import BlockPool
 from purestep.pure.records.queue import Queue
+from purestep.pure.scheduler.memory import SLACK, held_by
 from purestep.pure.scheduler.rows import rank, tokens_of
 
 
@@ -17,7 +18,8 @@ def check_invariants(queue: Queue) -> None:
     For tests: it looks at every block, request and token. Raises: AssertionError that says what does not hold.
     """
     for group, pool in enumerate(queue.pools):
-        held = Counter(block for residence in queue.running.residences for block in residence.blocks[group])
+        held = Counter(block for own in queue.running.residences for block in held_by(own, group).tolist())
+        held.update(block for blocks in queue.moments.values() for block in blocks[group].tolist())
         _check_pool(pool, held)
         _check_writers(queue, group)
     _check_columns(queue)
@@ -48,12 +50,12 @@ def _check_pool(pool: BlockPool, held: Counter[int]) -> None:
 
 
 def _check_writers(queue: Queue, group: int) -> None:
-    """Whatever may still be written has one holder, and the prefix cache is none."""
+    """What steps to come may write has one holder, and the prefix cache is none."""
     pool, size = queue.pools[group], queue.config.block_sizes[group]
     refcounts = pool.refcounts.array
     for row, residence in enumerate(queue.running.residences):
-        settled = int(queue.running.counts.num_settled[row])
-        for block in residence.blocks[group][settled // size :].tolist():
+        computed = int(queue.running.counts.num_computed[row])
+        for block in residence.blocks[group][computed // size :].tolist():
             req_id = queue.running.req_ids[row]
             assert refcounts[block] == 1, f"block {block}, which {req_id!r} writes, has other holders"
             assert block not in pool.key_of, f"block {block}, which {req_id!r} writes, is cached"
@@ -72,9 +74,9 @@ def _check_columns(queue: Queue) -> None:
             len(blocks) * size for blocks, size in zip(residence.blocks, config.block_sizes, strict=True)
         )
         assert counts.num_covered[row] == room, "num_covered is not what the blocks have room for"
-    assert (counts.num_settled <= counts.num_computed).all() and (
-        counts.num_computed <= counts.num_covered
-    ).all()
+    assert (counts.num_settled <= counts.num_computed).all()
+    copies = np.array([bool(residence.sources) for residence in running.residences], np.bool_)
+    assert (copies | (counts.num_computed <= counts.num_covered)).all(), "blocks do not hold what is computed"
     assert (counts.num_computed <= counts.num_tokens).all() and (counts.num_known <= counts.num_tokens).all()
     assert (counts.num_tokens <= facts.length_limit).all() and (counts.num_known < facts.length_limit).all()
     slots = [*facts.slot.tolist(), *queue.log.free_slots]
@@ -87,8 +89,10 @@ def _check_requests(queue: Queue) -> None:
     live |= zip(running.req_ids, running.facts.ticket.tolist(), strict=True)
     assert live == dict(queue.live.items()), "the live requests are not those that wait and run"
     assert len(queue.live) == len(waiting) + len(running), "a request is counted twice"
-    forks = [ticket for tickets in queue.waiting.forks.values() for ticket in tickets if ticket in waiting]
-    line = [ticket for ticket in _tickets(queue.waiting.line) if ticket in waiting]
+    forks = [ticket for tickets in queue.waiting.forks.values() for ticket in tickets]
+    entries = list(_tickets(queue.waiting.line))
+    assert len(entries) == num_in(queue.waiting.line) <= 2 * len(waiting) + SLACK, "most of the line has left"
+    line = [ticket for ticket in entries if ticket in waiting]
     assert sorted([*line, *forks]) == sorted(waiting), "a waiting request is not in line once"
     assert all(state.num_in_flight <= len(queue.in_flight) for state in waiting.values())
 

@@ -1,12 +1,12 @@
 """Requests come and go, and so do parameters."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 import numpy as np
 
 from purestep.pure.arrays import Tape, empty_column
-from purestep.pure.blocks import make_pool
+from purestep.pure.blocks import forget, make_pool
 from purestep.pure.errors import (
     DuplicateRequestError,
     InvalidParameterError,
@@ -27,10 +27,12 @@ from purestep.pure.records.queue import (
     TokenLog,
     Waiting,
 )
-from purestep.pure.scheduler.memory import in_line, leave, put_back
+from purestep.pure.records.sampling_params import validate
+from purestep.pure.scheduler.memory import in_line, leave, put_back, tidied
 from purestep.pure.scheduler.rows import no_rows
 
 NUM_SHARDS = 256
+ANY_VOCAB_SIZE = 2**31 - 1  # every int32 that is no placeholder
 
 
 def make_queue(config: SchedulerConfig) -> Queue:
@@ -40,19 +42,7 @@ def make_queue(config: SchedulerConfig) -> Queue:
         OutOfBlocksError: a KV group without a block to give.
         InvalidParameterError: other limits that would let nothing run.
     """
-    if not config.num_blocks or len(config.num_blocks) != len(config.block_sizes):
-        raise InvalidParameterError(
-            f"{len(config.num_blocks)} numbers of blocks and {len(config.block_sizes)} block sizes: give one of each "
-            f"for every KV group, of which there is at least one"
-        )
-    for name in ("max_num_reqs", "max_num_batched_tokens", "max_model_len", "block_horizon"):
-        if getattr(config, name) < 1:
-            raise InvalidParameterError(f"{name} must be at least 1, got {getattr(config, name)}")
-    if min(config.block_sizes) < 1 or config.long_prefill_token_threshold == 0:
-        raise InvalidParameterError(
-            f"block_sizes={config.block_sizes} and long_prefill_token_threshold="
-            f"{config.long_prefill_token_threshold} must be at least 1"
-        )
+    _check_config(config)
     return Queue(
         config=config,
         running=no_rows(),
@@ -64,7 +54,7 @@ def make_queue(config: SchedulerConfig) -> Queue:
     )
 
 
-def add(queue: Queue, request: Request, *, vocab_size: int | None = None) -> Queue:
+def add(queue: Queue, request: Request, *, vocab_size: int = ANY_VOCAB_SIZE) -> Queue:
     """The queue with one more request waiting. The id of a request that has ended is free at once.
 
     A fork waits until its parent's prompt is computed and then shares its blocks. If the parent is not there, it is
@@ -73,14 +63,22 @@ def add(queue: Queue, request: Request, *, vocab_size: int | None = None) -> Que
     Raises:
         DuplicateRequestError: its id is in use.
         PromptTooLongError: its prompt leaves no room for an output in the model's length, or does not fit the cache.
-        InvalidRequestError: an empty prompt, a token id outside the vocabulary (if its size is given), or a fork of a
-            request with another prompt.
+        InvalidParameterError: a sampling parameter outside its domain, or all of them together leave no token.
+        InvalidRequestError: an empty prompt, a token id outside the vocabulary, or a fork of a request with another
+            prompt.
     """
     if request.req_id in queue.live:
         raise DuplicateRequestError(
             f"request id {request.req_id!r} is in use: wait, abort it, or use another id"
         )
     _check_prompt(queue.config, request, vocab_size)
+    validate(
+        request.sampling_params,
+        vocab_size,
+        queue.config.max_model_len,
+        eos_token_ids=request.eos_token_ids,
+        req_id=request.req_id,
+    )
     parent = None if request.fork_of is None else queue.live.get(request.fork_of)
     if parent is not None:
         _check_fork(queue, request, parent)
@@ -146,9 +144,9 @@ def set_version(queue: Queue, version: int, *, keep_kv: bool = False) -> Queue:
 
 
 def preempt_all(queue: Queue) -> Queue:
-    """The queue after KV was lost: nothing runs, nothing is cached, and steps in flight are given up.
+    """The queue after a step was lost: nothing runs, nothing is cached, and steps in flight are given up.
 
-    Requests keep the tokens that are known and are computed anew.
+    Requests keep the tokens that are known and are computed anew. Moments keep their blocks: no step writes those.
     """
     queue = replace(queue, in_flight=())
     queue, states = leave(queue, range(len(queue.running)))
@@ -157,7 +155,7 @@ def preempt_all(queue: Queue) -> Queue:
     return replace(
         queue,
         waiting=replace(queue.waiting, states=queue.waiting.states.with_items(settled), blocked=None),
-        pools=tuple([make_pool(num_blocks) for num_blocks in queue.config.num_blocks]),
+        pools=tuple([forget(pool) for pool in queue.pools]),
     )
 
 
@@ -177,12 +175,10 @@ def end(
             finished_req_ids=news.finished_req_ids | {req_id},
             preempted_req_ids=news.preempted_req_ids - {req_id},
         )
-    queue = replace(
-        queue,
-        waiting=replace(waiting, states=waiting.states.without([state.ticket])),
-        live=queue.live.without([req_id]),
-        news=news,
+    waiting = Waiting(
+        waiting.states.without([state.ticket]), waiting.line, _forks_without(waiting, state), waiting.blocked
     )
+    queue = replace(queue, waiting=tidied(waiting), live=queue.live.without([req_id]), news=news)
     return queue, Finished(
         req_id=req_id,
         reason=reason,
@@ -191,6 +187,15 @@ def end(
         num_cached_tokens=state.num_cached_tokens or 0,
         num_preemptions=state.num_preemptions,
     )
+
+
+def _forks_without(waiting: Waiting, state: RequestState) -> Mapping[int, tuple[int, ...]]:
+    """The forks that wait for their parents, without this request."""
+    forks = waiting.forks.get(state.parent, ()) if state.parent is not None else ()
+    if state.ticket not in forks:
+        return waiting.forks
+    others = tuple([ticket for ticket in forks if ticket != state.ticket])
+    return MappingProxyType({**waiting.forks, state.parent: others})
 
 
 def _remove(
@@ -209,7 +214,27 @@ def _remove(
     return queue, tuple(finished)
 
 
-def _check_prompt(config: SchedulerConfig, request: Request, vocab_size: int | None) -> None:
+def _check_config(config: SchedulerConfig) -> None:
+    sizes, threshold = config.block_sizes, config.long_prefill_token_threshold
+    if not config.num_blocks or len(config.num_blocks) != len(sizes):
+        raise InvalidParameterError(
+            f"{len(config.num_blocks)} numbers of blocks and {len(sizes)} block sizes: give one of each for every KV "
+            f"group, of which there is at least one"
+        )
+    least = (
+        ("max_num_reqs", config.max_num_reqs, 1),
+        ("max_num_batched_tokens", config.max_num_batched_tokens, 1),
+        ("max_model_len", config.max_model_len, 2),  # a prompt and an output
+        ("block_horizon", config.block_horizon, 1),
+        ("long_prefill_token_threshold", 1 if threshold is None else threshold, 1),
+        *((f"block_sizes[{group}]", size, 1) for group, size in enumerate(sizes)),
+    )
+    for name, value, low in least:
+        if not hasattr(value, "__index__") or value < low:
+            raise InvalidParameterError(f"{name} must be a whole number of at least {low}, got {value!r}")
+
+
+def _check_prompt(config: SchedulerConfig, request: Request, vocab_size: int) -> None:
     prompt = request.prompt_token_ids
     if not prompt:
         raise InvalidRequestError(f"request {request.req_id!r} has an empty prompt: give at least one token")
@@ -223,7 +248,7 @@ def _check_prompt(config: SchedulerConfig, request: Request, vocab_size: int | N
             f"request {request.req_id!r} has a prompt of {len(prompt)} tokens; the whole KV cache has room for "
             f"{config.capacity}: shorten it, or give the cache more memory"
         )
-    if vocab_size is not None and not 0 <= min(prompt) <= max(prompt) < vocab_size:
+    if not 0 <= min(prompt) <= max(prompt) < vocab_size:
         wrong = next(token for token in prompt if not 0 <= token < vocab_size)
         raise InvalidRequestError(
             f"request {request.req_id!r} has token id {wrong} in its prompt; the vocabulary is 0 to {vocab_size - 1}"

@@ -7,13 +7,14 @@ from numpy.typing import NDArray
 
 from purestep.pure.arrays import Tape, frozen
 from purestep.pure.blocks import chain_keys, offer, release, root_key, withdraw
-from purestep.pure.persistent import push
+from purestep.pure.persistent import heap_of, num_in, push
 from purestep.pure.record import replace
 from purestep.pure.records.block_pool import BlockPool
 from purestep.pure.records.queue import Queue, RequestState, Residence, TokenLog, Waiting
 from purestep.pure.scheduler.rows import drop_rows, tokens_of, with_residences
 
 NEVER = np.iinfo(np.int32).max
+SLACK = 64  # entries of the line that are not worth cleaning up
 
 
 def with_chain(queue: Queue, state: RequestState, tokens: Tape) -> RequestState:
@@ -77,7 +78,7 @@ def leave(
             pools, _ = _offer(queue, pools, state, residence, settled)
         states.append(state)
     gone = [running.residences[row] for row in rows]
-    held = [_backwards([residence.blocks[g] for residence in gone]) for g in range(len(pools))]
+    held = [_backwards([held_by(residence, g) for residence in gone]) for g in range(len(pools))]
     slots = queue.log.free_slots + tuple([residence.slot for residence in gone])
     queue = replace(
         queue,
@@ -109,6 +110,15 @@ def in_line(state: RequestState) -> tuple[int, int, int, int]:
     return state.request.priority, 0 if state.num_preemptions else 1, state.request.arrival, state.ticket
 
 
+def tidied(waiting: Waiting) -> Waiting:
+    """Without entries in line of requests that have left, once they are most of it: constant time, amortised."""
+    if num_in(waiting.line) <= 2 * len(waiting) + SLACK:
+        return waiting
+    forks = {fork for forks in waiting.forks.values() for fork in forks}
+    line = heap_of(in_line(state) for ticket, state in waiting.states.items() if ticket not in forks)
+    return Waiting(waiting.states, line, waiting.forks, waiting.blocked)
+
+
 def _offer(
     queue: Queue, pools: tuple[BlockPool, ...], state: RequestState, residence: Residence, settled: int
 ) -> tuple[tuple[BlockPool, ...], Residence]:
@@ -124,6 +134,13 @@ def _offer(
     return tuple(offered), replace(residence, num_offered=settled)
 
 
-def _backwards(blocks: Sequence[Tape]) -> NDArray[np.int32]:
+def held_by(residence: Residence, group: int) -> NDArray[np.int32]:
+    """What a request holds of a KV group: its blocks, and behind them the one that it has yet to copy."""
+    blocks = residence.blocks[group].array
+    source = residence.sources[group] if residence.sources else None
+    return blocks if source is None else np.append(blocks, np.int32(source))
+
+
+def _backwards(blocks: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
     """Last blocks first: the beginnings of prompts are worth the most, and are evicted last."""
-    return np.concatenate([tape.array[::-1] for tape in blocks])
+    return np.concatenate([ids[::-1] for ids in blocks])

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Bool, Int, Int32
 from numpy.typing import NDArray
 
-from purestep.pure.arrays import Tape, empty_column, frozen
+from purestep.pure.arrays import Tape, empty_column, frozen, with_items
 from purestep.pure.record import record, replace
 from purestep.pure.records.queue import (
     News,
@@ -73,10 +73,17 @@ def add_rows(running: Running, newcomers: Sequence[Newcomer]) -> Running:
         stop_rows=frozen(np.concatenate([running.stop_rows, stop_rows])),
         stop_ids=frozen(np.concatenate([running.stop_ids, ids.astype(np.int32)])),
     )
-    places = [rank(state) for state in joined.states[max(len(running) - 1, 0) :]]
+    return in_order(joined, len(running))
+
+
+def in_order(running: Running, first: int) -> Running:
+    """In the order of their ranks, where those before `first` are in order."""
+    places = [rank(state) for state in running.states[max(first - 1, 0) :]]
     if places == sorted(places):
-        return joined
-    return take_rows(joined, np.array(sorted(range(len(joined)), key=lambda row: rank(joined.states[row]))))
+        return running
+    return take_rows(
+        running, np.array(sorted(range(len(running)), key=lambda row: rank(running.states[row])))
+    )
 
 
 def take_rows(running: Running, rows: NDArray[Any]) -> Running:
@@ -102,6 +109,30 @@ def drop_rows(running: Running, rows: Sequence[int]) -> Running:
     kept = np.ones(len(running), np.bool_)
     kept[list(rows)] = False
     return take_rows(running, np.flatnonzero(kept))
+
+
+def add_twin(
+    running: Running, row: int, state: RequestState, residence: Residence, *, ran: bool
+) -> Running:
+    """With one request more, whose counts are those of the one in the row."""
+    rows = np.append(np.arange(len(running)), row)
+    facts, counts = _take(running.facts, rows), _take(running.counts, rows)
+    stops = running.stop_rows == row
+    last = len(running)
+    joined = Running(
+        req_ids=(*running.req_ids, state.request.req_id),
+        states=(*running.states, state),
+        residences=(*running.residences, residence),
+        facts=replace(
+            facts,
+            ticket=with_items(facts.ticket, last, state.ticket),
+            slot=with_items(facts.slot, last, residence.slot),
+        ),
+        counts=replace(counts, ran=with_items(counts.ran, last, ran)),
+        stop_rows=frozen(np.append(running.stop_rows, np.full(np.count_nonzero(stops), last))),
+        stop_ids=frozen(np.append(running.stop_ids, running.stop_ids[stops])),
+    )
+    return in_order(joined, last)
 
 
 def with_residences(running: Running, changes: dict[int, Residence]) -> Running:
@@ -175,6 +206,7 @@ def stepped(
         log=queue.log if log is None else log,
         news=queue.news if news is None else news,
         in_flight=queue.in_flight if in_flight is None else in_flight,
+        moments=queue.moments,
         kv_version=queue.kv_version,
         next_ticket=queue.next_ticket,
     )

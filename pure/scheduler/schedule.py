@@ -16,10 +16,11 @@ from purestep.pure.records.scheduler_output import (
     NewRequestData,
     SchedulerOutput,
 )
-from purestep.pure.scheduler.admission import Admitted, admit, copies_of
+from purestep.pure.scheduler.admission import Admitted, admit
 from purestep.pure.scheduler.growth import Served, serve_running
 from purestep.pure.scheduler.memory import put_back
 from purestep.pure.scheduler.rows import rows_of, stepped, tokens_of
+from purestep.pure.scheduler.sharing import block_copies
 
 
 def schedule(queue: Queue) -> tuple[Queue, SchedulerOutput]:
@@ -44,6 +45,7 @@ def schedule(queue: Queue) -> tuple[Queue, SchedulerOutput]:
         if admitted:
             num_scheduled = _with_admitted(queue.running, num_scheduled, admitted)
     news = _news(queue, num_scheduled)
+    copies = (*served.copies.values(), *(new.copies for new in admitted))
     output = SchedulerOutput(
         scheduled_new_reqs=tuple([_new_request(new) for new in admitted if new.is_new]),
         scheduled_cached_reqs=_cached_requests(queue, served, num_scheduled, admitted, news.req_ids),
@@ -51,7 +53,7 @@ def schedule(queue: Queue) -> tuple[Queue, SchedulerOutput]:
         num_scheduled_tokens=news.num_scheduled_tokens,
         finished_req_ids=queue.news.finished_req_ids,
         preempted_req_ids=queue.news.preempted_req_ids,
-        block_copies=copies_of(admitted, len(queue.pools)) if admitted else (),
+        block_copies=block_copies(copies, len(queue.pools)) if copies else (),
     )
     return _advance(queue, num_scheduled, news), output
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from purestep.pure.arrays import frozen
 from purestep.pure.errors import SchedulerOutputError
 from purestep.pure.record import record, replace
-from purestep.pure.records.outputs import StepOutput
+from purestep.pure.records.outputs import StepOutput, host_columns
 from purestep.pure.records.queue import (
     Finished,
     FinishReason,
@@ -44,17 +44,13 @@ def update(queue: Queue, req_ids: tuple[str, ...], output: StepOutput) -> tuple[
     them is ignored.
 
     Raises:
-        SchedulerOutputError: an output of another step than the oldest in flight, or one that has a token where the
-            step samples none, none where it does, or other counts than were scheduled.
+        SchedulerOutputError: an output of another step than the oldest in flight, of other lengths, or one that has a
+            token where the step samples none, none where it does, or other counts than were scheduled.
     Source: vllm/v1/core/sched/scheduler.py update_from_output; vllm/v1/core/sched/utils.py check_stop.
     """
     step = _oldest(queue, req_ids)
-    num_reqs = len(req_ids)
-    learnt = Learnt(
-        np.asarray(output.sampled_token_ids)[:num_reqs, 0],
-        np.asarray(output.num_computed_tokens)[:num_reqs],
-        np.asarray(output.has_nan)[:num_reqs],
-    )
+    told = host_columns(output, len(req_ids))
+    learnt = Learnt(*(told if step.entry is None else [column[step.entry] for column in told]))
     _check(queue, step, learnt)
     finished: tuple[Finished, ...] = ()
     if step.ticket is not queue.running.facts.ticket:
@@ -86,8 +82,9 @@ def _check(queue: Queue, step: StepInFlight, learnt: Learnt) -> None:
     rows = rows_of(queue.running, step.ticket)
     for index in np.flatnonzero(wrong).tolist():
         if rows[index] >= 0 or int(step.ticket[index]) in queue.waiting.states:
+            entry = index if step.entry is None else int(step.entry[index])
             raise SchedulerOutputError(
-                f"request {step.req_ids[index]!r}: the step leaves {step.num_computed[index]} tokens computed and "
+                f"request {step.req_ids[entry]!r}: the step leaves {step.num_computed[index]} tokens computed and "
                 f"{'a' if step.samples[index] else 'no'} token sampled; the output says "
                 f"{learnt.num_computed[index]} and {learnt.token[index]} (-1: none): the device ran another plan"
             )

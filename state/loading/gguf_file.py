@@ -7,8 +7,9 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 
 import mmap
 import struct
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import numpy as np
@@ -16,9 +17,13 @@ import torch
 from torch import Tensor
 
 from purestep.pure.errors import ModelLoadError
+from purestep.state.loading.fields import Fields, integer
+
+T = TypeVar("T")
 
 SCALARS = ("B", "b", "H", "h", "I", "i", "f", "?", None, None, "Q", "q", "d")  # struct codes by value type
 STRING, ARRAY = 8, 9
+MOST_DIMS = 4  # of a tensor, says the format
 MAGIC = b"GGUF"
 
 
@@ -58,7 +63,8 @@ class GGUFFile:
             values = quants.dequantize(raw.reshape(*tensor.shape[:-1], -1), kind)
         except NotImplementedError as error:
             raise ModelLoadError(
-                f"{self.path}: tensor {name} is stored as {kind.name}, which can not be dequantised"
+                f"{self.path}: tensor {name} is stored as {kind.name}, which can not be dequantised; "
+                "take another quantisation of the model"
             ) from error
         return torch.from_numpy(values if values.flags.writeable else values.copy())
 
@@ -67,7 +73,8 @@ def open_gguf(path: Path) -> GGUFFile:
     """Read a GGUF file's metadata and tensor list; the tensors' bytes are mapped, not read.
 
     Raises:
-        ModelLoadError: the file is no GGUF file, or ends before its metadata or one of its tensors does.
+        ModelLoadError: the file is no GGUF file, ends before its metadata or one of its tensors does, or says
+            something twice.
     """
     with path.open("rb") as file:
         if path.stat().st_size < 24 or file.read(4) != MAGIC:
@@ -79,17 +86,24 @@ def open_gguf(path: Path) -> GGUFFile:
         if version not in (2, 3):
             raise ModelLoadError(f"{path}: GGUF version {version}; versions 2 and 3 can be read")
         num_tensors, num_keys = cursor.scalar("Q"), cursor.scalar("Q")
-        metadata = {cursor.string(): cursor.value(cursor.scalar("I")) for _ in range(num_keys)}
-        listed = [_tensor_info(cursor) for _ in range(num_tensors)]
-    except (struct.error, UnicodeDecodeError, IndexError, OverflowError, MemoryError) as error:
+        metadata = _by_name(
+            path, ((cursor.string(), cursor.value(cursor.scalar("I"))) for _ in range(num_keys))
+        )
+        infos = _by_name(path, (_tensor_info(cursor) for _ in range(num_tensors)))
+    except (
+        struct.error,
+        UnicodeDecodeError,
+        IndexError,
+        OverflowError,
+        MemoryError,
+        RecursionError,
+    ) as error:
         raise ModelLoadError(
-            f"{path}: truncated or damaged: metadata breaks off at byte {cursor.at} of {len(data)}"
+            f"{path}: truncated or damaged: metadata breaks off at byte {cursor.at} of {len(data)}; fetch it again"
         ) from error
-    alignment = metadata.get("general.alignment", 32)
-    if not isinstance(alignment, int) or alignment < 1:
-        raise ModelLoadError(f"{path}: metadata general.alignment = {alignment!r} is no number of bytes")
+    alignment = Fields(metadata, f"{path}: metadata ").get("general.alignment", integer(), 32)
     start = -(-cursor.at // alignment) * alignment
-    tensors = {info[0]: _located(path, *info, start, len(data)) for info in listed}
+    tensors = {name: _located(path, name, *info, start, len(data)) for name, info in infos.items()}
     return GGUFFile(path=path, metadata=metadata, tensors=tensors, data=data)
 
 
@@ -127,11 +141,23 @@ class _Cursor:
         return list(values)
 
 
-def _tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
-    """Name, shape, type, and offset in the data part."""
+def _by_name(path: Path, pairs: Iterator[tuple[str, T]]) -> dict[str, T]:
+    """The pairs, each name once: where zeros are read as names, the first two are the same already."""
+    found: dict[str, T] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ModelLoadError(f"{path}: damaged: {name!r} is in it twice; fetch it again")
+        found[name] = value
+    return found
+
+
+def _tensor_info(cursor: _Cursor) -> tuple[str, tuple[tuple[int, ...], int, int]]:
+    """Name; shape, type, and offset in the data part."""
     name, num_dims = cursor.string(), cursor.scalar("I")
+    if num_dims > MOST_DIMS:
+        raise IndexError
     shape = tuple(cursor.scalar("Q") for _ in range(num_dims))
-    return name, shape[::-1], cursor.scalar("I"), cursor.scalar("Q")
+    return name, (shape[::-1], cursor.scalar("I"), cursor.scalar("Q"))
 
 
 def _located(
@@ -150,6 +176,6 @@ def _located(
     if start + offset + num_bytes > size:
         raise ModelLoadError(
             f"{path}: truncated: tensor {name} ends at byte {start + offset + num_bytes}, "
-            f"the file at byte {size}"
+            f"the file at byte {size}; fetch it again"
         )
     return GGUFTensor(name=name, shape=shape, type=kind, start=start + offset, num_bytes=num_bytes)

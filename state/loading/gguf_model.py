@@ -2,17 +2,17 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from purestep.kernels.reference.rope import frequency_divisors
 from purestep.pure.errors import ModelLoadError
 from purestep.pure.models.config import AttentionConfig, ModelConfig, RopeConfig, RopeScaling
 from purestep.pure.models.llama import llama
 from purestep.pure.models.names import check_shapes, fuse
-from purestep.pure.models.rope import frequency_divisors
 from purestep.pure.records.params import Params
+from purestep.state.loading.fields import INTEGERS, MOST_LAYERS, TEXT, Fields, integer, real
 from purestep.state.loading.gguf_file import GGUFFile, open_gguf
 from purestep.state.loading.gguf_tokenizer import gguf_special_tokens, gguf_tokenizer
 from purestep.state.loading.loaded import LoadedModel
@@ -30,6 +30,7 @@ NAMES = (
     (r"blk\.(\d+)\.attn_([qk])_norm\.(\w+)", r"model.layers.\1.self_attn.\2_norm.\3"),
     (r"blk\.(\d+)\.ffn_(gate|up|down)\.(\w+)", r"model.layers.\1.mlp.\2_proj.\3"),
 )
+END_TOKENS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
 ROPE_FACTORS = "rope_freqs.weight"
 
 
@@ -39,10 +40,11 @@ def load_gguf(
     """The model in a GGUF file, dequantised to `dtype`.
 
     Raises:
-        ModelLoadError: an unknown architecture, a missing, unexpected or misshapen tensor, a damaged file.
+        ModelLoadError: an unknown architecture, a missing, unexpected or misshapen tensor, a damaged file, metadata of
+            the wrong kind.
     """
     file = open_gguf(path)
-    config = gguf_config(file)
+    config, fields = gguf_config(file), _fields(file)
     by_hf_name = {hf_name(name): name for name in file.tensors if name != ROPE_FACTORS}
     shapes = {hf: file.tensors[name].shape for hf, name in by_hf_name.items()}
     check_shapes(config, shapes, source=str(path))
@@ -54,14 +56,13 @@ def load_gguf(
             tensor = _uninterleaved(tensor, shape.num_heads if part[1] == "q" else shape.num_kv_heads)
         return tensor.to(device=device, dtype=dtype)
 
-    metadata = file.metadata
     return LoadedModel(
-        name=metadata.get("general.name", path.stem),
+        name=fields.get("general.name", TEXT, path.stem),
         model=llama(config, name=path.stem),
         params=Params(tree=fuse(config, read)),
-        tokenizer=tokenizer or gguf_tokenizer(metadata, source=str(path)),
-        chat_template=metadata.get("tokenizer.chat_template"),
-        special_tokens=gguf_special_tokens(metadata),
+        tokenizer=tokenizer or gguf_tokenizer(fields),
+        chat_template=fields.get("tokenizer.chat_template", TEXT, None),
+        special_tokens=gguf_special_tokens(fields),
         eos_token_ids=config.eos_token_ids,
     )
 
@@ -80,40 +81,27 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
     Raises:
         ModelLoadError: a model that can not be run here.
     """
-    metadata, path = file.metadata, file.path
-    architecture = metadata.get("general.architecture")
+    metadata = _fields(file)
+    architecture = metadata.get("general.architecture", TEXT)
     if architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise ModelLoadError(f"{path}: unknown architecture {architecture!r}; known are {known}")
-
-    def value(key: str, *default: Any) -> Any:
-        found = metadata.get(f"{architecture}.{key}", *default)
-        if found is None and not default:
-            raise ModelLoadError(f"{path}: metadata {architecture}.{key} is missing")
-        if isinstance(found, list) or (isinstance(found, int | float) and found < 0):
-            raise ModelLoadError(f"{path}: metadata {architecture}.{key} = {found} is not supported")
-        return found
-
-    num_heads, hidden_size = value("attention.head_count"), value("embedding_length")
-    head_dim = value("attention.key_length", hidden_size // num_heads)
-    refused = {
-        "expert_count": value("expert_count", 0) != 0,
-        "rope.dimension_count": value("rope.dimension_count", head_dim) != head_dim,
-        "attention.value_length": value("attention.value_length", head_dim) != head_dim,
-        "rope.scaling.type": value("rope.scaling.type", "none") != "none",
-    }
-    for key in (key for key, present in refused.items() if present):
-        raise ModelLoadError(f"{path}: {architecture}.{key} = {value(key)} is not supported")
-    num_layers, window = value("block_count"), value("attention.sliding_window", None)
-    theta, embed = value("rope.freq_base", 10000.0), file.tensors.get("token_embd.weight")
+        raise ModelLoadError(f"{file.path}: unknown architecture {architecture!r}; known are {known}")
+    fields = _fields(file, architecture)
+    size, embed = integer(), file.tensors.get("token_embd.weight")
+    num_heads, hidden_size = fields.get("attention.head_count", size), fields.get("embedding_length", size)
+    head_dim = fields.get("attention.key_length", size, hidden_size // num_heads)
+    _refuse_unsupported(fields, head_dim)
+    num_layers = fields.get("block_count", integer(most=MOST_LAYERS))
+    window = fields.get("attention.sliding_window", size, None)
+    theta = fields.get("rope.freq_base", real(above=0), 10000.0)
     return ModelConfig(
-        vocab_size=embed.shape[0] if embed else value("vocab_size"),
+        vocab_size=embed.shape[0] if embed else fields.get("vocab_size", size),
         hidden_size=hidden_size,
-        intermediate_size=value("feed_forward_length"),
+        intermediate_size=fields.get("feed_forward_length", size),
         num_layers=num_layers,
         attention=AttentionConfig(
             num_heads=num_heads,
-            num_kv_heads=value("attention.head_count_kv", num_heads),
+            num_kv_heads=fields.get("attention.head_count_kv", size, num_heads),
             head_dim=head_dim,
             qkv_bias="blk.0.attn_q.bias" in file.tensors,
             out_bias="blk.0.attn_output.bias" in file.tensors,
@@ -121,15 +109,30 @@ def gguf_config(file: GGUFFile) -> ModelConfig:
             sliding_window=None if window is None else (window,) * num_layers,
         ),
         rope=RopeConfig(theta=theta, scaling=_rope_scaling(file, theta, head_dim)),
-        rms_norm_eps=value("attention.layer_norm_rms_epsilon"),
+        rms_norm_eps=fields.get("attention.layer_norm_rms_epsilon", real(above=0)),
         tied_embeddings="output.weight" not in file.tensors,
-        max_position_embeddings=value("context_length"),
-        eos_token_ids=tuple(
-            metadata[key]
-            for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
-            if key in metadata
-        ),
+        max_position_embeddings=fields.get("context_length", size),
+        eos_token_ids=tuple(i for key in END_TOKENS for i in metadata.get(key, INTEGERS, ())),
     )
+
+
+def _fields(file: GGUFFile, architecture: str = "") -> Fields:
+    """The metadata, or its part about an architecture."""
+    prefix = f"{architecture}." if architecture else ""
+    values = {key.removeprefix(prefix): v for key, v in file.metadata.items() if key.startswith(prefix)}
+    return Fields(values, f"{file.path}: metadata {prefix}")
+
+
+def _refuse_unsupported(fields: Fields, head_dim: int) -> None:
+    neutral = {
+        "expert_count": 0,
+        "rope.dimension_count": head_dim,
+        "attention.value_length": head_dim,
+        "rope.scaling.type": "none",
+    }
+    for key, only in neutral.items():
+        if fields.values.get(key, only) != only:
+            raise fields.refusal(key, f"only {only} can be run here")
 
 
 def _rope_scaling(file: GGUFFile, theta: float, head_dim: int) -> RopeScaling | None:
@@ -137,13 +140,9 @@ def _rope_scaling(file: GGUFFile, theta: float, head_dim: int) -> RopeScaling | 
     if ROPE_FACTORS not in file.tensors:
         return None
     divisors = file.read(ROPE_FACTORS)
-    scaling = RopeScaling(
-        factor=float(divisors.max()),
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_position_embeddings=8192,
-    )
-    expected = frequency_divisors(RopeConfig(theta=theta, scaling=scaling), head_dim)
+    values = (float(divisors.max()), 1.0, 4.0, 8192)
+    scaling = RopeScaling(*values)
+    expected = frequency_divisors(head_dim, theta, values)
     if expected.shape != divisors.shape or not torch.allclose(expected, divisors, rtol=1e-4):
         raise ModelLoadError(f"{file.path}: tensor {ROPE_FACTORS} does not hold Llama 3's rotary scaling")
     return scaling

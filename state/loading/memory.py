@@ -58,8 +58,7 @@ def load_module(module: nn.Module, *, dtype: torch.dtype | None, device: torch.d
             "any other module becomes a model by purestep.pure.models.module.module_model"
         )
     described = config.to_dict() | {"architectures": [type(module).__name__]}
-    if model_type(described) is None:
+    name = type(module).__name__
+    if model_type(described, source=f"{name}.config") is None:
         return load_transformers_module(module, dtype=dtype, device=device)
-    return load_weights(
-        module.state_dict(), described, dtype=dtype, device=device, name=type(module).__name__
-    )
+    return load_weights(module.state_dict(), described, dtype=dtype, device=device, name=name)

@@ -71,6 +71,13 @@ class StreamDecoder:
             self._restart(self._window[-MOST_HELD:], given=False, num_held=num_held)
         return piece
 
+    def copy(self) -> "StreamDecoder":
+        """Another one that has come as far."""
+        window = list(self._window)
+        return StreamDecoder(
+            self.tokenizer, self.skip_special_tokens, window, self._num_context, self._num_given
+        )
+
     def finish(self) -> str:
         """What was held back; nothing can complete it any more."""
         piece = self._text()[self._num_given :]

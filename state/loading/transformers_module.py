@@ -18,7 +18,7 @@ from purestep.pure.errors import ModelLoadError
 from purestep.pure.models.model import KVLayerSpec, Model, Piece
 from purestep.pure.models.module import module_model, module_tree
 from purestep.pure.records.params import Params
-from purestep.state.loading.hf_config import as_ids
+from purestep.state.loading.fields import INTEGERS, Fields
 from purestep.state.loading.loaded import LoadedModel
 
 ATTENTION = "purestep"
@@ -36,11 +36,13 @@ def load_transformers_module(module: Any, *, dtype: torch.dtype | None, device: 
         raise ModelLoadError(
             f"parameter {elsewhere} is on {tree[elsewhere].device}, {device} was asked for: move it"
         )
+    name = type(module).__name__
+    text_config = Fields(module.config.get_text_config().to_dict(), f"{name}.config: ")
     return LoadedModel(
-        name=type(module).__name__,
+        name=name,
         model=transformers_model(module),
-        params=Params(tree={name: tensor.to(dtype=dtype) for name, tensor in tree.items()}),
-        eos_token_ids=as_ids(module.config.get_text_config().eos_token_id),
+        params=Params(tree={key: tensor.to(dtype=dtype) for key, tensor in tree.items()}),
+        eos_token_ids=text_config.get("eos_token_id", INTEGERS, ()),
     )
 
 

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from purestep.pure.models.names import to_hf_views
 from purestep.pure.records.sampling_params import SamplingParams
+from purestep.state.bench.rows import processor
 from purestep.state.engine import Engine
 from purestep.state.loading.load import default_model, load_model
 from purestep.state.loading.loaded import LoadedModel
@@ -163,14 +164,6 @@ def measure(
         "target": target,
         "threads": torch.get_num_threads(),
     }
-
-
-def processor() -> str:
-    """The name of this machine's processor, as far as it is known."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def main() -> int:

@@ -39,12 +39,12 @@ OUT = Path(__file__).parent / "results" / "plan.json"
 
 
 class Traffic:
-    """A scheduler for a full batch that decodes for ever. Blocks are made up: nobody reads them."""
+    """A scheduler for a full batch that decodes for ever. Blocks are dealt out in turn: nobody reads them."""
 
     def __init__(self, num_rows: int, num_changed: int, change: str, max_model_len: int) -> None:
         self.num_rows, self.num_changed, self.change = num_rows, num_changed, change
         self.limits = BatchLimits(num_rows, max_model_len, 32_000, (BLOCK,), (1 << 20,))
-        self.num_arrived = 0
+        self.num_arrived = self.num_blocks = 0
         self.prompt = tuple(range(PROMPT))
         self.ids: tuple[str, ...] = ()
         self.ones = np.ones(num_rows, np.int32)
@@ -53,8 +53,15 @@ class Traffic:
         """New requests, with blocks for as long as they run."""
         numbers = range(self.num_arrived, self.num_arrived + count)
         self.num_arrived += count
-        blocks = (tuple(range(1, 1 + NUM_BLOCKS)),)
-        return tuple(NewRequestData(f"request-{i}", self.prompt, PARAMS, blocks) for i in numbers)
+        return tuple(
+            NewRequestData(f"request-{i}", self.prompt, PARAMS, self.blocks(NUM_BLOCKS)) for i in numbers
+        )
+
+    def blocks(self, count: int) -> tuple[tuple[int, ...]]:
+        """The next blocks; it takes longer to come round to them again than any request stays."""
+        first = 1 + self.num_blocks % (self.limits.num_blocks[0] - NUM_BLOCKS)
+        self.num_blocks += count
+        return (tuple(range(first, first + count)),)
 
     def first(self) -> SchedulerOutput:
         """All prefills at once."""
@@ -74,7 +81,7 @@ class Traffic:
             req_ids=staying,
             num_computed_tokens=columns.num_computed_tokens_settled[rows],
             num_output_tokens=columns.num_tokens[rows] - columns.num_prompt_tokens[rows],
-            new_block_ids=dict.fromkeys(growing, ((7,),)),
+            new_block_ids={req_id: self.blocks(1) for req_id in growing},
         )
         counts = self.ones
         if leaving:

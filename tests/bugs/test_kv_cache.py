@@ -11,11 +11,11 @@ from purestep.pure.record import replace
 from purestep.pure.records.batch import BatchLimits
 from purestep.pure.records.inputs import BatchDescriptor
 from purestep.pure.settle import settle
-from purestep.pure.step import execute, sample
+from purestep.pure.step import execute, sample, unroll
 from purestep.pure.update import update_states
 from tests.bugs.tiny_engine import CONFIG, GREEDY, alone, drained, engine
 from tests.laws import assert_frame, with_canary, written_slots
-from tests.tiny import Loop, cached_requests, new_request, scheduled, tiny_llama
+from tests.tiny import Loop, cached_requests, decode, new_request, scheduled, tiny_llama
 
 
 def test_padding_writes_no_block_that_a_request_holds() -> None:
@@ -45,6 +45,27 @@ def test_padding_writes_no_block_that_a_request_holds() -> None:
         assert [len(group) for group in slots] == [5]
         assert_frame(before, after, slots)
         assert (settle(batch, batch, output).columns.num_computed_tokens_settled[[0, 1]] == [6, 4]).all()
+
+
+def test_a_row_that_outruns_its_blocks_writes_no_block_of_another_request() -> None:
+    """Its row had more blocks when another request sat there, and they are its neighbour's now: it idles."""
+    model, params = tiny_llama()
+    limits = BatchLimits(2, 32, 16, (4,), (8,))
+    for kernels in (reference, donating):
+        loop = Loop(model, params, limits, kernels=kernels)
+        loop.step(scheduled(new_request("before", (1, 2, 3, 4, 5), ((1, 2, 3, 4),)), counts={"before": 5}))
+        new = new_request("a", (1, 2, 3), ((5,),)), new_request("b", (4, 3, 2, 1), ((2, 3, 4),))
+        loop.step(scheduled(*new, counts={"a": 3, "b": 4}, finished=("before",)))
+        batch = decode(loop.batch, "a", "b")
+        state = replace(loop.state, inbox=plan_step(batch, loop.absorbed).inbox.to("cpu"))
+        full = [kv[2].clone() for kv in state.kv]  # b's first block
+
+        with torch.no_grad():
+            after, outputs = unroll(model, params, state, 6, kernels=kernels)
+
+        assert [output.sampled_token_ids[0].item() >= 0 for output in outputs] == [True] + [False] * 5
+        assert all(torch.equal(kv[2], old) for kv, old in zip(after.kv, full, strict=True))
+        assert after.ledger.num_computed_tokens.tolist()[:2] == [4, 10]
 
 
 def test_new_weights_never_meet_keys_and_values_of_old_ones() -> None:

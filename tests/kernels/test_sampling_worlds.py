@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map
 
 from purestep.kernels.reference.constraints import add_bias, allow_only, ban_bad_words, ban_tokens
 from purestep.kernels.reference.draw import draw, greedy, scale_by_temperature, temperature_offset
+from purestep.kernels.reference.grammar import apply_grammar_bitmask
 from purestep.kernels.reference.logprobs import gather_ids, gather_logprobs
 from purestep.kernels.reference.penalties import penalize
 from purestep.kernels.reference.philox import uniforms
@@ -37,6 +38,8 @@ def random_arguments(seed: int) -> dict[str, Tensor]:
         "ids": whole(0, VOCAB, ENTRIES),
         "values": real(ENTRIES),
         "flags": whole(0, 2, REQS) > 0,
+        "bits": whole(-(2**31), 2**31, 2, 1).int(),
+        "masks": whole(-1, 2, REQS),
         "tokens": whole(-1, VOCAB, REQS, 4),
         "chosen": whole(0, VOCAB, REQS),
         "history": whole(0, VOCAB, REQS, 7),
@@ -59,6 +62,7 @@ def gather_three(logprobs: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 KERNELS: list[tuple[Callable[..., Any], str]] = [
+    (apply_grammar_bitmask, "logits bits masks"),
     (allow_only, "logits flags index ids"),
     (add_bias, "logits index ids values"),
     (ban_tokens, "logits tokens flags"),

@@ -12,7 +12,7 @@ from purestep.pure.absorb import absorb
 from purestep.pure.plan import plan_step
 from purestep.pure.record import replace
 from purestep.pure.records.plan import Inbox, InboxShape
-from purestep.pure.records.sampling_rows import NUM_COLUMNS
+from purestep.pure.records.sampling_rows import NUM_WORDS
 from purestep.pure.records.state import NUM_HOST_COLUMNS, StepState
 from tests.laws import assert_pure, equal
 from tests.leaves import EMPTY, initial
@@ -34,7 +34,8 @@ def filled_state(seed: int = 0) -> StepState:
 def inbox(*words: Any, **shape: Any) -> Inbox:
     """An inbox with these sections, in order."""
     data = np.concatenate([np.asarray(part, np.int32).reshape(-1) for part in words])
-    return Inbox(data, shape=InboxShape(**shape)).to("cpu")
+    floats = data.view(np.float32) if "sampling" in shape else None
+    return Inbox(data, shape=InboxShape(**shape), floats=floats).to("cpu")
 
 
 def test_an_empty_inbox_is_the_identity() -> None:
@@ -88,11 +89,12 @@ def test_blocks_are_zeroed_first_and_copied_second() -> None:
 def test_an_inbox_may_be_padded() -> None:
     """Entries that name the null row, or copy block 0 onto itself, change nothing that is read."""
     state, null = filled_state(), LIMITS.null_row
-    ledger, sampling = [null] + [0] * NUM_HOST_COLUMNS, [null] + [0] * NUM_COLUMNS
+    ledger, sampling = [null] + [0] * NUM_HOST_COLUMNS, [null] + [0] * NUM_WORDS
     sections = (
         ledger * 2,
         sampling * 2,
         [null, 0, 0] * 3,
+        [null, 0],
         [null, 0, 0],
         [null, 0, 0],
         [0, 0] * 2,
@@ -100,11 +102,14 @@ def test_an_inbox_may_be_padded() -> None:
         [0],
         [0],
     )
-    shape = {"ledger": 2, "sampling": 2, "tokens": 3, "blocks": (1, 1), "copies": (2, 1), "zeros": (1, 1)}
+    shape = {"ledger": 2, "sampling": 2, "tokens": 3, "rooms": 1}
+    shape |= {"blocks": (1, 1), "copies": (2, 1), "zeros": (1, 1)}
     after = absorb(replace(state, inbox=inbox(*sections, **shape)), kernels=reference)
     assert equal(after.ledger, state.ledger)
     assert equal(after.token_ids[:null], state.token_ids[:null])
     assert equal(after.sampling.table[:null], state.sampling.table[:null])
+    assert equal(after.sampling.floats[:null], state.sampling.floats[:null])
+    assert equal(after.room[:null], state.room[:null])
     for old, new in zip((*state.kv, *state.block_tables), (*after.kv, *after.block_tables), strict=True):
         if old.dtype == torch.int32:
             assert equal(old[:null], new[:null])

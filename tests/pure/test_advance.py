@@ -33,12 +33,19 @@ class Row:
     stops: bool
     has_nan: bool
     count: int  # tokens that it runs
+    room: int = 99
+
+    @property
+    def runs(self) -> bool:
+        """Whether it is active and has blocks for them."""
+        return self.active and self.computed + self.count <= self.room
 
 
 @st.composite
 def ledger_rows(draw: Any) -> Row:
     known = draw(st.integers(1, LIMITS.max_model_len - 1))
     computed = draw(st.integers(0, known - 1))
+    count = draw(st.sampled_from([known - computed, draw(st.integers(1, known - computed))]))
     return Row(
         computed=computed,
         known=known,
@@ -47,7 +54,8 @@ def ledger_rows(draw: Any) -> Row:
         token=draw(st.integers(0, 15)),
         stops=draw(st.booleans()),
         has_nan=draw(st.booleans()),
-        count=draw(st.sampled_from([known - computed, draw(st.integers(1, known - computed))])),
+        count=count,
+        room=draw(st.sampled_from([99, computed + count, computed + count - 1])),
     )
 
 
@@ -55,18 +63,20 @@ def laid_out(rows: list[Row], order: list[int]) -> StepState:
     """A state whose row `order[i]` is `rows[i]`; the other rows hold numbers of their own."""
     state = initial()
     table = torch.arange(state.ledger.table.numel(), dtype=torch.int32).view_as(state.ledger.table).clone()
+    room = torch.zeros(table.shape[1], dtype=torch.int32)
     table[:, NULL], table[NUM_HOST_COLUMNS] = 0, 7
     starts = [0]
     for row, place in zip(rows, order, strict=True):
         values = [row.computed, row.known, 1, row.limit, row.active, 0]
         table[:NUM_HOST_COLUMNS, place] = torch.tensor(values, dtype=torch.int32)
+        room[place] = row.room
         starts.append(starts[-1] + row.count)
     bounds = LayoutBounds(len(rows), starts[-1], max(row.count for row in rows), 64)
     layout = Layout(torch.tensor(order, dtype=torch.int32), torch.tensor(starts, dtype=torch.int32), bounds)
     tokens = torch.randint(
         0, 16, state.token_ids.shape, dtype=torch.int32, generator=torch.Generator().manual_seed(0)
     )
-    return replace(state, ledger=Ledger(table), layout=layout, token_ids=tokens)
+    return replace(state, ledger=Ledger(table), room=room, layout=layout, token_ids=tokens)
 
 
 def advanced(state: StepState, rows: list[Row]) -> tuple[StepState, StepOutput]:
@@ -81,17 +91,17 @@ def advanced(state: StepState, rows: list[Row]) -> tuple[StepState, StepOutput]:
 
 @given(st.lists(ledger_rows(), min_size=1, max_size=4), st.permutations(range(4)))
 def test_it_does_what_is_written_for_each_row(rows: list[Row], places: list[int]) -> None:
-    """An active row computes its tokens. It keeps a token if its history is complete and its logits are numbers, and
-    goes on unless that token stops it, fills it, or the logits were NaN. A frozen row does and keeps nothing."""
+    """An active row with room computes its tokens. It keeps a token if its history is complete and its logits are
+    numbers, and goes on unless that token stops it, fills it, or the logits were NaN. Other rows stay as they are."""
     order = places[: len(rows)]
     before = laid_out(rows, order)
     after, output = advanced(before, rows)
     for index, (row, place) in enumerate(zip(rows, order, strict=True)):
         complete = row.computed + row.count == row.known
-        kept = row.active and complete and not row.has_nan
-        has_nan = row.active and row.has_nan
+        kept = row.runs and complete and not row.has_nan
+        has_nan = row.runs and row.has_nan
         goes_on = row.active and not has_nan and not (kept and (row.stops or row.known + 1 == row.limit))
-        computed = row.computed + row.count * row.active
+        computed = row.computed + row.count * row.runs
         values = [computed, row.known + kept, 1 + kept, row.limit, goes_on, has_nan]
         assert after.ledger.table[:NUM_HOST_COLUMNS, place].tolist() == values
         expected = before.token_ids[place].tolist()

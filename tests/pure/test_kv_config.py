@@ -18,7 +18,6 @@ from purestep.pure.kv_config import (
     NHD,
     check_kv_cache_config,
     group_by_window,
-    kernel_block_ids,
     kernel_block_size,
     kv_cache_config,
     kv_cache_groups,
@@ -29,7 +28,7 @@ from purestep.pure.kv_config import (
 from purestep.pure.models.model import KVLayerSpec, Model
 from purestep.pure.record import replace
 from purestep.pure.records.batch import BatchLimits
-from purestep.pure.records.kv_config import KVCacheConfig, KVCacheTensor, MultipleOf
+from purestep.pure.records.kv_config import KVCacheConfig, KVCacheTensor, MultipleOf, kernel_block_ids
 from tests.laws import assert_pure
 from tests.profiles import examples
 
@@ -173,11 +172,20 @@ def test_a_kernel_block_is_the_largest_that_all_kernels_take(
 def test_kernel_blocks_cover_the_same_slots(ids: list[int], ratio: int, kernel_size: int) -> None:
     """Slots counted through the scheduler's table equal slots counted through the kernels', token by token."""
     block_size = ratio * kernel_size
-    expanded = kernel_block_ids(np.array(ids, np.int32), ratio)
+    expanded = kernel_block_ids(np.array(ids, np.int32), block_size=block_size, kernel_block_size=kernel_size)
     assert expanded.dtype == np.int32
     by_scheduler = [block * block_size + offset for block in ids for offset in range(block_size)]
     by_kernel = [block * kernel_size + offset for block in expanded.tolist() for offset in range(kernel_size)]
     assert by_kernel == by_scheduler
+
+
+@pytest.mark.parametrize("kernel_size", [12, 32])
+def test_a_kernel_block_must_divide_the_schedulers(kernel_size: int) -> None:
+    """Upstream refuses it too."""
+    with pytest.raises(
+        KVCacheConfigError, match=f"16 tokens can not be cut into kernel blocks of {kernel_size}"
+    ):
+        kernel_block_ids(np.array([1], np.int32), block_size=16, kernel_block_size=kernel_size)
 
 
 @given(st.lists(st.none() | st.integers(1, 4), max_size=12))
@@ -195,12 +203,13 @@ def test_block_tables_of_upstream_with_smaller_kernel_blocks(oracle_dir: Path) -
     assert len(cases) == 36
     smaller = 0
     for case in cases:
-        size, ratio = case["kernel_block_size"], case["block_size"] // case["kernel_block_size"]
-        smaller += ratio > 1
+        size, block_size = case["kernel_block_size"], case["block_size"]
+        smaller += block_size > size
         slots = []
         starts = case["query_start_loc"]
         for index, (row, more) in enumerate(zip(case["rows"], case["appended"], strict=True)):
-            table = kernel_block_ids(np.array(row + more, np.int32), ratio).tolist()
+            ids = np.array(row + more, np.int32)
+            table = kernel_block_ids(ids, block_size=block_size, kernel_block_size=size).tolist()
             assert table == case["table_rows"][index]
             span = slice(starts[index], starts[index + 1])
             slots += [table[p // size] * size + p % size for p in case["positions"][span]]
@@ -290,6 +299,26 @@ def test_caches_that_can_not_be_laid_out_are_refused(
     """Groups without block sizes and the reverse, empty blocks, pages that differ, blocks that no kernel takes."""
     with pytest.raises(KVCacheConfigError, match=message):
         kv_cache_config(_layers(setup), num_bytes=1000, block_sizes=setup[1], dtype=torch.float16, **options)
+
+
+@given(setups(), st.integers(2, 9))
+def test_the_smaller_of_two_limits_decides(setup: Setup, most: int) -> None:
+    """By bytes, by blocks, or by both: one configuration for one number of blocks."""
+    by_bytes = _config(setup)
+    known: dict[str, Any] = {"block_sizes": setup[1], "dtype": torch.float16}
+    by_blocks = kv_cache_config(_layers(setup), max_num_blocks=setup[2], **known)
+    assert by_blocks == by_bytes
+    both = kv_cache_config(_layers(setup), num_bytes=by_bytes.num_bytes, max_num_blocks=most, **known)
+    assert both.num_blocks == min(most, setup[2])
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [({}, "without a size"), ({"max_num_blocks": 1}, "max_num_blocks=1: the null block")],
+)
+def test_a_cache_of_no_size_or_of_one_block_is_refused(limits: dict[str, int], message: str) -> None:
+    with pytest.raises(KVCacheConfigError, match=message):
+        kv_cache_config([KVLayerSpec(1, 1)], block_sizes=[4], dtype=torch.float16, **limits)
 
 
 def test_too_few_bytes_are_refused_with_the_number_needed() -> None:

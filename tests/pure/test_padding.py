@@ -15,13 +15,13 @@ from purestep.pure.errors import DispatchError
 from purestep.pure.initial import initial_state
 from purestep.pure.models.config import AttentionConfig, ModelConfig, RopeConfig
 from purestep.pure.models.llama import llama
-from purestep.pure.padding import capture_layout, dummy_query_lens, pad_batch, pad_layout
+from purestep.pure.padding import capture_layout, dummy_layout, dummy_query_lens, pad_batch, pad_layout
 from purestep.pure.plan import plan_step
 from purestep.pure.record import replace
 from purestep.pure.records.batch import BatchLimits, InputBatch
 from purestep.pure.records.dispatch import CUDAGraphMode, DispatchConfig
 from purestep.pure.records.inputs import BatchDescriptor
-from purestep.pure.records.layout import Layout, LayoutBounds, SamplerShape
+from purestep.pure.records.layout import Layout, LayoutBounds, SamplerShape, bucket
 from purestep.pure.records.outputs import StepOutput
 from purestep.pure.records.params import Params
 from purestep.pure.records.sampling_params import SamplingParams
@@ -171,7 +171,8 @@ def _real(state: StepState) -> tuple[Any, ...]:
     """All that real rows and held blocks are, apart from the null row and the null block."""
     tables = tuple(table[:-1] for table in state.block_tables)
     cache = tuple(kv[1:] for kv in state.kv)
-    return state.ledger.table[:, :-1], state.token_ids[:-1], state.sampling.table[:-1], tables, cache
+    sampling = state.sampling.floats[:-1], state.sampling.table[:-1]
+    return state.ledger.table[:, :-1], state.token_ids[:-1], sampling, state.room[:-1], tables, cache
 
 
 prompts = st.lists(st.lists(st.integers(0, 10), min_size=1, max_size=7), min_size=1, max_size=4)
@@ -262,6 +263,13 @@ def test_a_shape_that_does_not_hold_the_batch_is_refused(descriptor: BatchDescri
         pad_layout(_layout([1, 2, 3]), descriptor, null_row=9)
 
 
+def test_more_requests_than_there_are_rows_are_refused() -> None:
+    """The null row is the one behind them; up to there a batch may be padded."""
+    assert pad_layout(_layout([1, 2, 3]), BatchDescriptor(6, 4), null_row=4).bounds.num_reqs == 4
+    with pytest.raises(DispatchError, match="a descriptor of 5 requests, and there are 4 rows"):
+        pad_layout(_layout([1, 2, 3]), BatchDescriptor(6, 5), null_row=4)
+
+
 @given(st.integers(1, 3), st.sampled_from(CUDAGraphMode), st.lists(st.integers(1, 3), min_size=1, max_size=6))
 def test_the_layout_of_capture_bounds_every_batch_that_runs_in_the_graph(
     query_len: int, mode: CUDAGraphMode, counts: list[int]
@@ -309,6 +317,17 @@ def test_table_of_made_up_batches() -> None:
         dummy_query_lens(13, 4, uniform_query_len=3)
     with pytest.raises(DispatchError, match="0 tokens in at most 4 requests"):
         dummy_query_lens(0, 4)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 400))
+def test_the_layout_of_a_made_up_batch_names_the_null_row_alone(lens: list[int], longest: int) -> None:
+    """Its tokens end to end; bounds are those of a batch of such requests."""
+    limits = BatchLimits(6, 400, 11, (4,), (9,))
+    sampler = SamplerShape(random=True)
+    layout = assert_pure(dummy_layout, lens, limits, sampler=sampler, max_seq_len=longest)
+    assert layout.row_of_index.tolist() == [limits.null_row] * len(lens)
+    assert np.diff(layout.query_start_loc).tolist() == lens and layout.query_start_loc[0] == 0
+    assert layout.bounds == LayoutBounds(len(lens), sum(lens), max(lens), bucket(longest), sampler)
 
 
 def _layout(counts: list[int]) -> Layout:

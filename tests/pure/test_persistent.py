@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from purestep.pure import persistent
-from purestep.pure.persistent import Column, Heap, Map, pop, push
+from purestep.pure.persistent import Column, Heap, Map, heap_of, num_in, pop, push
 
 KEYS = st.integers(0, 20)
 
@@ -45,34 +45,43 @@ def test_an_edit_copies_one_shard() -> None:
     assert sum(a is not b for a, b in zip(some.shards, edited.shards, strict=True)) == 1
 
 
-@given(st.lists(st.one_of(st.none(), st.integers())))
-def test_a_heap_gives_the_smallest_first_and_every_version_stays_good(pushes: list[int | None]) -> None:
+@given(st.lists(st.integers()), st.lists(st.one_of(st.none(), st.integers())))
+def test_a_heap_gives_the_smallest_first_and_every_version_stays_good(
+    first: list[int], pushes: list[int | None]
+) -> None:
     """Heap law: each version pops its items in order, whatever was pushed to or popped from it later."""
-    versions: list[tuple[Heap | None, list[int]]] = [(None, [])]
+    versions: list[tuple[Heap | None, list[int]]] = [(heap_of(first), sorted(first))]
     for item in pushes:
         heap, model = versions[-1]
         if item is not None:
             versions.append((push(heap, item), sorted([*model, item])))
         elif heap is not None:
-            first, rest = pop(heap)
-            assert first == model[0]
+            smallest, rest = pop(heap)
+            assert smallest == model[0]
             versions.append((rest, model[1:]))
 
     for heap, model in versions:
         popped = []
         while heap is not None:
-            first, heap = pop(heap)
-            popped.append(first)
+            assert num_in(heap) == len(model) - len(popped)
+            smallest, heap = pop(heap)
+            popped.append(smallest)
         assert popped == model
+        assert num_in(heap) == 0
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_a_heap_of_many_is_not_deep_to_the_right(order: int) -> None:
-    heap: Heap | None = None
-    for item in range(20_000)[::order]:
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_heap_of_many_is_not_deep_to_the_right(order: int, at_once: bool) -> None:
+    items = range(20_000)[::order]
+    heap = heap_of(items) if at_once else None
+    for item in () if at_once else items:
         heap = push(heap, item)
 
-    assert heap is not None and heap[3] <= 15
+    depth = 0
+    while heap is not None:
+        depth, heap = depth + 1, heap[2]
+    assert depth <= 15
 
 
 EDITS = st.lists(st.dictionaries(st.integers(0, 99), st.integers(-5, 5), max_size=9))
@@ -96,6 +105,23 @@ def test_a_column_is_an_array_and_every_version_stays_good(edits: list[dict[int,
             assert np.array_equal(column.array, model)
             some = np.array([99, 0, 50, 50])
             assert np.array_equal(column[some], model[some])
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, 99)), st.integers(-2, 2))), st.sampled_from([1, 7, 4096]))
+def test_numbers_added_to_a_column_are_added_once_for_each_mention(
+    edits: list[tuple[list[int], int]], page: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(persistent, "PAGE", page)
+        column, model = Column.make(100, 0), [0] * 100
+        for indices, amount in edits:
+            before = column
+            column = column.plus(np.array(indices, np.int64), amount)
+            assert before.array.tolist() == model
+            for index in indices:
+                model[index] += amount
+            assert column.array.tolist() == model
+            assert (column is before) == (not indices)
 
 
 def test_an_edit_copies_one_page() -> None:

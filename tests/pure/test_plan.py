@@ -121,12 +121,12 @@ def test_steady_decode_uploads_nothing() -> None:
 
 
 def test_a_grown_table_is_all_that_is_sent() -> None:
-    """One row got a block in one group: one entry goes out."""
+    """One row got a block in one group: one entry goes out, and what the row has room for now."""
     base = steady()[-1]
     batch = decode(settled(base), "a", "b", new_block_ids={"b": ((), (40,))})
     inbox = plan_step(batch, base).inbox
-    assert inbox.shape.blocks == (0, 1)
-    assert inbox.data.tolist() == [batch.row_of["b"], 11, 40]
+    assert (inbox.shape.rooms, inbox.shape.blocks) == (1, (0, 1))
+    assert inbox.data.tolist() == [batch.row_of["b"], 24, batch.row_of["b"], 11, 40]
     assert inbox.bounds is None
 
 
@@ -135,7 +135,7 @@ def test_blocks_beyond_the_longest_request_are_not_sent() -> None:
     base = steady()[-1]
     batch = decode(settled(base), "a", "b", new_block_ids={"b": ((), (40, 41, 42))})
     inbox = plan_step(batch, base).inbox
-    assert inbox.data.tolist() == [batch.row_of["b"], 11, 40]
+    assert inbox.data.tolist() == [batch.row_of["b"], 24, batch.row_of["b"], 11, 40]
 
 
 def test_a_bound_that_grew_is_structure_and_no_words() -> None:

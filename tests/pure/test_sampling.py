@@ -26,7 +26,7 @@ WATCHED = SamplingParams(logprobs=EVERY, logprobs_mode="processed_logits", max_t
 def batches(draw: st.DrawFn) -> tuple[list[Asker], Tensor]:
     """Requests of any kind with histories of any kind, and logits with ties and forbidden tokens."""
     num_reqs = draw(st.integers(1, 4))
-    params = sampling_params(VOCAB, max_model_len=16)
+    params = sampling_params(VOCAB, max_model_len=16, eos_token_ids=END)
     askers = [
         Asker(
             draw(params),

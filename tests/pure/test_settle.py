@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from purestep.pure.errors import SchedulerOutputError
+from purestep.pure.record import replace
 from purestep.pure.records.batch import BatchLimits, InputBatch
 from purestep.pure.records.outputs import StepOutput
 from purestep.pure.records.scheduler_output import CachedRequestData
@@ -192,3 +193,13 @@ def assert_same(a: InputBatch, b: InputBatch) -> None:
     assert a.clock == b.clock
     for name in ("num_tokens", "num_computed_tokens_settled", "num_computed_tokens_bound", "room"):
         assert getattr(a.columns, name).tolist() == getattr(b.columns, name).tolist()
+
+
+@pytest.mark.parametrize("name", ["sampled_token_ids", "num_computed_tokens", "active", "has_nan"])
+def test_a_column_that_is_too_short_is_refused(name: str, unchecked_records: None) -> None:
+    """By name, and not by an index that is out of range."""
+    new = new_request("a", (1, 2, 3), ((1,),))
+    batch = update_states(InputBatch.make_empty(LIMITS), scheduled(new, counts={"a": 3}))
+    right = host_output([5], [3])
+    with pytest.raises(SchedulerOutputError, match=r"an output of 1 requests has .* at least 1 entries"):
+        settle(batch, batch, replace(right, **{name: getattr(right, name)[:0]}))

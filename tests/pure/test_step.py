@@ -246,7 +246,6 @@ def as_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return compiled
 
 
-TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 WORLDS = {"vmap": as_vmap, "make_fx": as_trace, "compile": as_compiled}
 
 
@@ -272,10 +271,6 @@ def the_execution(params: Params, state: StepState) -> Any:
 )
 def test_four_worlds(world: str, function: Callable[..., Any], kind: str, unchecked_records: None) -> None:
     """Eager = vmap over a batch of one = a make_fx trace = one compiled graph; records go in and come out."""
-    if world == "vmap" and function is the_step and TORCH < (2, 13):
-        pytest.skip(
-            f"torch {torch.__version__} has no batching rule for view(dtype): a state is vmapped from 2.13 on"
-        )
     params = {
         "greedy": {},
         "random": {"temperature": 0.7, "seed": 3, "top_k": 7, "top_p": 0.9, "min_p": 0.01, "logprobs": 2},

@@ -34,16 +34,21 @@ pytestmark = pytest.mark.usefixtures("unchecked_records")
 LIMITS = BatchLimits(3, 16, VOCAB, (2, 4), (14, 9), (0,))
 
 
-@given(sampling_params(12, max_model_len=9))
+@given(sampling_params(3, max_model_len=9, eos_token_ids=(0, 1)))
 def test_sampling_parameters_are_valid(params: Any) -> None:
-    validate(params, 12, 9)
+    validate(params, 3, 9, eos_token_ids=(0, 1))
 
 
 @given(st.data())
 def test_requests_fit_their_limits(data: st.DataObject) -> None:
     limits = data.draw(batch_limits())
     request = data.draw(requests(limits))
-    validate(request.sampling_params, limits.vocab_size, limits.max_model_len)
+    validate(
+        request.sampling_params,
+        limits.vocab_size,
+        limits.max_model_len,
+        eos_token_ids=request.eos_token_ids,
+    )
     assert 0 < len(request.prompt_token_ids) < limits.max_model_len
     assert set(request.prompt_token_ids) <= set(range(limits.vocab_size))
 

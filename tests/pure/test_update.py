@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from purestep.pure.errors import SchedulerOutputError
+from purestep.pure.errors import InvalidParameterError, SchedulerOutputError
 from purestep.pure.record import replace
 from purestep.pure.records.batch import BatchLimits, InputBatch
 from purestep.pure.records.sampling_params import SamplingParams
@@ -262,6 +262,19 @@ REFUSED = {
     "blocks for a stranger": Refused(_steady(new_block_ids={"z": ((9,),)}), "'z'"),
     "a stranger resumed": Refused(_steady(resumed_req_ids=frozenset({"z"})), "'z'"),
     "resumed without blocks": Refused(_steady(resumed_req_ids=frozenset({"a"})), "'a'.*complete list"),
+    "embeddings of a prompt": Refused(
+        _with_new(prompt_embeds=np.zeros((3, 2))), "'c' brings prompt_embeds: not supp"
+    ),
+    "a prompt that is embeddings in part": Refused(
+        _with_new(prompt_is_token_ids=(True, False, True)), "'c' brings prompt_is_token_ids: not supported"
+    ),
+    "features of images": Refused(
+        _with_new(mm_features=("an image",)), "'c' brings mm_features: not supported"
+    ),
+    "pooling": Refused(
+        _with_new(sampling_params=None, pooling_params={"task": "embed"}),
+        "'c' brings pooling_params: not supported",
+    ),
     "no sampling parameters": Refused(_with_new(sampling_params=None), "sampling_params"),
     "an empty prompt": Refused(_with_new(prompt_token_ids=()), "prompt of 0 tokens"),
     "a token outside the vocabulary": Refused(_with_new(prompt_token_ids=(1, 8, 3)), "ids from 0 to 7"),
@@ -290,6 +303,28 @@ def test_a_contradiction_is_refused_and_nothing_changes(name: str, unchecked_rec
         update_states(batch, output)
     assert digest(batch) == before
     assert decode(batch, "a", "b").req_ids == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": float("nan")}, "'c': temperature"),
+        ({"stop_token_ids": (8,)}, r"'c': every id in stop_token_ids must be in \[0, 8\)"),
+        ({"min_tokens": 17, "max_tokens": None}, "'c': min_tokens .* <= 16"),
+        ({"allowed_token_ids": (7,), "min_tokens": 1}, "'c': allowed_token_ids"),  # 7 is the model's end
+    ],
+)
+def test_sampling_parameters_are_judged_before_a_request_is_taken_in(
+    fields: dict[str, Any], message: str
+) -> None:
+    """A scheduler of someone else's may not have done it; nothing changes."""
+    limits = replace(LIMITS, eos_token_ids=(7,))
+    batch = InputBatch.make_empty(limits)
+    new = new_request("c", (1, 2, 3), ((9,),), SamplingParams(**fields))
+    before = digest(batch)
+    with pytest.raises(InvalidParameterError, match=message):
+        update_states(batch, scheduled(new, counts={"c": 3}))
+    assert digest(batch) == before
 
 
 def test_no_free_row() -> None:

@@ -2,12 +2,17 @@
 
 import io
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from purestep.state.cli import main
+from purestep.state.engine import Engine
+from tests.pure.models.families import both
 from tests.smollm2 import needs_smollm2
+from tests.state.loading.gguf_files import random_tensors, write_gguf
 
 MODEL = "tiny-llama"
 
@@ -15,6 +20,13 @@ MODEL = "tiny-llama"
 @pytest.fixture
 def model(models_dir: Path) -> str:
     return str(models_dir / MODEL)
+
+
+@pytest.fixture
+def speaker(tmp_path: Path) -> str:
+    """A tiny model with a tokenizer and no chat template."""
+    config = both("llama")[1].config
+    return str(write_gguf(tmp_path / "speaker.gguf", config, random_tensors(config)))
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,3 +125,86 @@ def test_a_bad_prompt_among_good_ones_is_told_apart(capsys: pytest.CaptureFixtur
         (2, "World", False),
     ]
     assert "empty prompt" in captured.err
+
+
+def generate(speaker: str, *arguments: str) -> int:
+    options = ["--model", speaker, "--ignore-eos", "--max-tokens", "4", "--quiet"]
+    return main(["generate", *options, *arguments])
+
+
+@pytest.mark.parametrize("options", [[], ["--jsonl"]])
+@pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt, 130), (BrokenPipeError, 141)])
+def test_each_result_is_written_as_soon_as_it_and_all_before_it_are_finished(
+    speaker: str,
+    options: list[str],
+    error: type[BaseException],
+    status: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So Ctrl-C, or a reader that has enough, loses only what was not finished yet."""
+    assert generate(speaker, *options, "a", "b", "abc") == 0
+    whole = capsys.readouterr().out
+    step, finished = Engine.step, []
+
+    def interrupted(engine: Engine) -> Any:
+        if len(finished) == 2:
+            raise error
+        results = step(engine)
+        finished.extend(result for result in results if result.finished)
+        return results
+
+    def one_at_a_time(engine: Engine, *arguments: Any, **sizes: Any) -> None:
+        init(engine, *arguments, **sizes, max_num_reqs=1)
+
+    init = Engine.__init__
+    monkeypatch.setattr(Engine, "__init__", one_at_a_time)
+    monkeypatch.setattr(Engine, "step", interrupted)
+    assert generate(speaker, *options, "a", "b", "abc") == status
+
+    if error is BrokenPipeError:
+        sys.stdout.close()  # it is the null device now
+    written = capsys.readouterr().out
+    assert texts(written) == texts(whole)[: len(texts(written))]
+    assert len(texts(written)) == 2
+
+
+def texts(out: str) -> list[str]:
+    """The generated texts, of JSON lines or of text."""
+    if out.startswith("{"):
+        return [json.loads(line)["text"] for line in out.splitlines()]
+    return out.split("\n---\n")[:-1]
+
+
+def test_results_do_not_follow_the_progress_bar_to_standard_error(
+    speaker: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where standard error is a terminal and standard output a file."""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes standard error for a terminal
+
+    assert main(["generate", "--model", speaker, "--jsonl", "--max-tokens", "2", "a", "b"]) == 0
+
+    captured = capsys.readouterr()
+    assert [json.loads(line)["prompt"] for line in captured.out.splitlines()] == ["a", "b"]
+    assert "prompts" in captured.err and '"prompt"' not in captured.err
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_dtype_generates(speaker: str, dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate(speaker, "--dtype", dtype, "--jsonl", "ab") == 0
+
+    assert len(json.loads(capsys.readouterr().out)["token_ids"]) == 4
+
+
+def test_an_argument_that_is_no_utf_8_is_a_named_error(
+    speaker: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert generate(speaker, "a\udcff") == 1
+
+    assert "not UTF-8 at character 1" in capsys.readouterr().err
+
+
+def test_a_path_that_is_not_there_is_named_as_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--model", "./nope"]) == 1
+
+    assert capsys.readouterr().err == "purestep: nope: no such file or folder\n"

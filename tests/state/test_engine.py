@@ -252,21 +252,6 @@ def test_ctrl_c_leaves_the_engine_usable_with_all_blocks_free(after: int) -> Non
         assert own.generate(PROMPTS[0], GREEDY, progress=False)[0].token_ids == tokens(PROMPTS[0])[0]
 
 
-def test_new_weights_never_meet_keys_and_values_of_old_ones() -> None:
-    prompt, other = list(range(16)), random_params(CONFIG, seed=2, std=0.5)
-    with engine() as own:
-        own.generate(prompt, GREEDY, progress=False)
-        own.add_request("running", PROMPTS[2], replace(GREEDY, max_tokens=10))
-        own.step()
-        own.update_weights(other)
-        result = own.generate(prompt, GREEDY, progress=False)[0]
-
-    with Engine((MODEL, other), kv_cache_bytes=2**20, max_model_len=48) as fresh:
-        expected = fresh.generate(prompt, GREEDY, progress=False)[0]
-    assert result.num_cached_tokens == 0
-    assert result.token_ids == expected.token_ids
-
-
 def test_a_running_request_goes_on_under_new_weights_as_if_its_tokens_were_its_prompt() -> None:
     other = random_params(CONFIG, seed=2, std=0.5)
     with engine() as own:
@@ -299,22 +284,6 @@ def test_weights_of_another_shape_are_refused_and_nothing_changes() -> None:
         assert own.params is PARAMS
 
 
-def test_a_row_of_nan_ends_as_an_error_and_its_neighbours_do_not_notice() -> None:
-    poisoned = 33
-
-    def embed(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        hidden = donating.embed(weight, ids)
-        return torch.where((ids == poisoned)[:, None], float("nan"), hidden)
-
-    with engine(kernels=replace(donating, embed=embed)) as own:
-        bad, good = own.generate([[1, 2, 3, 4, poisoned], PROMPTS[0]], GREEDY, progress=False)
-        again = own.generate([1, 2, 3, 4, 9], GREEDY, progress=False)[0]
-
-    assert (bad.finish_reason, bad.token_ids) == ("error", ())
-    assert good.token_ids == tokens(PROMPTS[0])[0]
-    assert again.num_cached_tokens == 0  # no block of the poisoned request was offered
-
-
 def test_closing_or_dropping_the_engine_frees_every_buffer() -> None:
     for drop in (False, True):
         own = engine()
@@ -336,16 +305,6 @@ def test_a_closed_engine_says_so() -> None:
 
     with pytest.raises(StaleStateError, match="closed"):
         own.generate(PROMPTS[0], GREEDY, progress=False)
-
-
-def test_a_fully_cached_prompt_computes_its_last_token_again() -> None:
-    prompt = [3, 1, 4, 1, 5, 9, 2, 6]
-    with engine(block_size=4) as own:
-        first = own.generate(prompt, GREEDY, progress=False)[0]
-        second = own.generate(prompt, GREEDY, progress=False)[0]
-
-    assert second.num_cached_tokens == 7
-    assert first.token_ids == second.token_ids
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Writing in place gives what the reference gives out of place, in the storage that was given."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,3 +50,23 @@ def test_zero_blocks(blocks: list[int]) -> None:
     got = writes.zero_blocks(kv, named)
     assert got is kv
     assert equal(got, want)
+
+
+@given(order=st.permutations([1, 2, 3]), blocks=st.permutations(range(1, BLOCKS)))
+def test_blocks_are_copied_and_zeroed_in_any_memory_order(order: list[int], blocks: list[int]) -> None:
+    """The same entries as in the usual order, in the storage that was given."""
+    plain = torch.randn(BLOCKS, 2, 3, 4)
+    kv = plain.clone().permute(0, *order).contiguous().permute(0, *(1 + order.index(d) for d in (1, 2, 3)))
+    source, target, zeroed = torch.tensor(blocks[:3]), torch.tensor(blocks[1:4]), torch.tensor(blocks[4:])
+    assert equal(kv, plain)
+    assert writes.copy_blocks(kv, source, target) is kv
+    assert writes.zero_blocks(kv, zeroed) is kv
+    assert equal(kv, reference.zero_blocks(reference.copy_blocks(plain, source, target), zeroed))
+
+
+def test_keys_and_values_in_another_memory_order_are_refused() -> None:
+    """And nothing is written."""
+    kv = torch.zeros(BLOCKS, 2, 2, 3, 4).transpose(2, 3)
+    with pytest.raises(ValueError, match="no memory order but NHD"):
+        writes.write_kv(kv, torch.ones(1, 2, 4), torch.ones(1, 2, 4), torch.tensor([4]))
+    assert not kv.any()

@@ -67,8 +67,11 @@ def ints(*shape: int) -> Tensor:
 
 
 def call_attention(dtype: torch.dtype, dim: int, heads: int, kv_heads: int, **form: Any) -> None:
-    """Writing, decoding in one part and in several, and mixed batches."""
-    from purestep.kernels.triton.attention import attend
+    """Writing, decoding in one part and in several, and mixed batches; of heads, and of what a projection gave."""
+    from purestep.kernels.triton import cuda_donating
+
+    kernels = cuda_donating()
+    gain, half = meta(dim, dtype=dtype), dim // 2
 
     for reqs, max_query_len in ((2, 1), (600, 1), (4, 7)):
         tokens = reqs * max_query_len
@@ -76,7 +79,11 @@ def call_attention(dtype: torch.dtype, dim: int, heads: int, kv_heads: int, **fo
         q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
         kv = meta(64, 2, 16, kv_heads, dim, dtype=dtype)
         batch = (ints(reqs + 1), ints(reqs), ints(reqs, 8), meta(tokens, dtype=torch.int64))
-        attend(q, k, v, kv, *batch, max_query_len=max_query_len, max_seq_len=128, scale=0.1, **form)
+        bounds = {"max_query_len": max_query_len, "max_seq_len": 128, "scale": 0.1, **form}
+        kernels.attend(q, k, v, kv, *batch, **bounds)
+        angles = {"cos": meta(tokens, half, dtype=dtype), "sin": meta(tokens, half, dtype=dtype)}
+        for norms in ({}, {"q_gain": gain, "k_gain": gain, "eps": 1e-5}):
+            kernels.attend_qkv(kernels, qkv.flatten(1), kv, *batch, **angles, **norms, **bounds)
 
 
 def call_dense(dtype: torch.dtype) -> None:
@@ -91,10 +98,31 @@ def call_dense(dtype: torch.dtype) -> None:
     silu_and_mul(hidden)
 
 
+def call_products(dtype: torch.dtype) -> None:
+    """One row and a few, plain, normed and gated, of widths that tiles divide and that they do not."""
+    from purestep.kernels.triton import cuda_donating
+
+    kernels = cuda_donating()
+    for tokens in (1, 5):
+        for width in (96, 2048, 3072, 8192):
+            x, gain, bias = meta(tokens, width, dtype=dtype), meta(width, dtype=dtype), meta(1000, dtype=dtype)
+            weight = meta(1000, width, dtype=dtype)
+            kernels.linear(x, weight, bias)
+            kernels.norm_linear(kernels, x, x, gain, 1e-5, weight)
+            kernels.norm_gate_up(kernels, x, x, gain, 1e-5, weight)
+
+
 def call_the_rest() -> None:
     from purestep.kernels.triton import cuda_donating
 
     kernels = cuda_donating()
+    flags = meta(4, dtype=torch.bool)
+    rows = (ints(7, 9), ints(9, 30), (ints(9, 8),), ints(9))
+    kernels.lay_out(kernels, ints(4), ints(5), *rows, block_sizes=(16,), num_tokens=6, max_seq_len=64)
+    for scaling in (None, (32.0, 1.0, 4.0, 8192)):
+        positions = meta(6, dtype=torch.int64)
+        kernels.angles(positions, head_dim=64, theta=5e5, scaling=scaling, dtype=torch.bfloat16)
+    kernels.advance(kernels, ints(7, 9), ints(9, 30), ints(4), ints(4), flags, ints(4), flags, flags)
     kernels.ragged_index(ints(5), 9)
     kernels.write(ints(7, 30), (ints(6), ints(4, 1)), ints(4, 6))
     kernels.write(ints(30, 7), (ints(4),), ints(4, 7))
@@ -124,7 +152,10 @@ def main() -> None:
         call_attention(torch.float32, 64, 32, 8)
         call_attention(torch.float32, 128, 32, 8)
         call_dense(torch.float32)
+        call_products(torch.float32)
+        call_products(torch.float16)
     call_dense(torch.bfloat16)
+    call_products(torch.bfloat16)
     call_the_rest()
     print(json.dumps({"compiled": len(compiled), "triton": triton.__version__}))
 

@@ -17,7 +17,6 @@ pytestmark = quiet
 
 LEFT_TO_TORCH = {
     "prepare",
-    "linear",
     "allow_only",
     "ban_bad_words",
     "ban_tokens",

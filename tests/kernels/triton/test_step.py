@@ -59,7 +59,8 @@ def test_state_stays_where_it_lies() -> None:
 
     def places() -> list[int]:
         state = loop.state
-        leaves = (state.ledger.table, state.token_ids, state.sampling.table, *state.block_tables, *state.kv)
+        sampling = state.sampling.floats, state.sampling.table
+        leaves = (state.ledger.table, state.token_ids, *sampling, *state.block_tables, *state.kv)
         return [leaf.data_ptr() for leaf in leaves]
 
     before = places()

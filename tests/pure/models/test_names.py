@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
+from purestep.kernels.record import replace
 from purestep.pure.errors import ModelLoadError
 from purestep.pure.models.names import from_hf_names, hf_shapes, to_hf_views
 from tests.pure.models.families import FAMILIES, both, ours, random_ids, theirs
@@ -46,14 +47,38 @@ def test_a_trainers_module_can_share_storage() -> None:
 
 
 def test_a_missing_tensor_is_named() -> None:
-    """The message says which, and how many more."""
+    """The message says which, and how much there is."""
     module, model, _ = both("llama")
     tensors = dict(module.state_dict())
     del tensors["model.layers.1.mlp.up_proj.weight"]
     with pytest.raises(
-        ModelLoadError, match=r"here: tensor model\.layers\.1\.mlp\.up_proj\.weight is missing \(1 of"
+        ModelLoadError,
+        match=r"here: tensor model\.layers\.1\.mlp\.up_proj\.weight is missing; there are 20 tensors",
     ):
         from_hf_names(model.config, tensors, source="here")
+
+
+def test_more_layers_than_can_be_counted_are_refused_at_once() -> None:
+    """The first tensor that is not there is named, however many would be asked for after it."""
+    module, model, _ = both("llama")
+    with pytest.raises(ModelLoadError, match=r"layers\.2\.input_layernorm.*asks for 1000000000000 layers"):
+        from_hf_names(replace(model.config, num_layers=10**12), dict(module.state_dict()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_kv_heads": 3}, "4 query heads over 3 key-value heads"),
+        ({"head_dim": 15}, "heads of size 15; rotation takes pairs"),
+        ({"head_dim": 0}, "heads of size 0"),
+    ],
+)
+def test_heads_that_can_not_be_are_refused(changes: dict[str, int], message: str) -> None:
+    """Before a tensor is looked at."""
+    config = both("llama")[1].config
+    config = replace(config, attention=replace(config.attention, **changes))
+    with pytest.raises(ModelLoadError, match=f"here: its config has {message}.*: correct the config"):
+        from_hf_names(config, {}, source="here")
 
 
 def test_a_misshapen_tensor_is_named() -> None:

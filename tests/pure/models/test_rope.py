@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from purestep.kernels.reference import reference
 from purestep.pure.models.config import RopeConfig, RopeScaling
-from purestep.pure.models.rope import frequency_divisors, rope_cos_sin
+from purestep.pure.models.rope import rope_cos_sin
 from tests.laws import assert_pure
 
 SCALINGS = {
@@ -45,7 +46,7 @@ def test_angles_are_transformers_to_the_bit(
     )
     at = torch.tensor(positions)
     expected = LlamaRotaryEmbedding(config)(torch.zeros(1, dtype=dtype), at[None])
-    found = assert_pure(rope_cos_sin, RopeConfig(theta=theta, scaling=made), at, dim, dtype)
+    found = assert_pure(rope_cos_sin, RopeConfig(theta=theta, scaling=made), at, dim, dtype, kernels=reference)
     for got, want in zip(found, expected, strict=True):
         assert got.dtype == dtype
         assert torch.equal(got, want[0, :, : dim // 2])
@@ -53,14 +54,7 @@ def test_angles_are_transformers_to_the_bit(
 
 def test_float64_angles_have_float64_precision() -> None:
     """At position 100,000 float32 angles are off by thousandths; these are not."""
-    cos, _ = rope_cos_sin(RopeConfig(theta=10000.0), torch.tensor([100_000]), 4, torch.float64)
+    rope, at = RopeConfig(theta=10000.0), torch.tensor([100_000])
+    cos, _ = rope_cos_sin(rope, at, 4, torch.float64, kernels=reference)
     exact = torch.tensor([[100_000.0, 1000.0]], dtype=torch.float64).cos()
     assert (cos - exact).abs().max() < 1e-12
-
-
-def test_divisors_are_one_without_scaling_and_the_factor_for_long_waves() -> None:
-    """Short waves are kept, long ones slowed by the factor, those between by less."""
-    assert torch.equal(frequency_divisors(RopeConfig(theta=5e5), 64), torch.ones(32))
-    divisors = frequency_divisors(RopeConfig(theta=5e5, scaling=SCALINGS["Llama 3.1"]), 128)
-    assert divisors[0] == 1 and abs(divisors[-1] - 8) < 1e-5
-    assert (divisors.diff() >= -1e-6).all()

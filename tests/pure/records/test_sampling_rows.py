@@ -11,7 +11,8 @@ from purestep.pure.records.sampling_rows import (
     FLOATS,
     INTS,
     MAX_STOP_IDS,
-    NUM_COLUMNS,
+    NUM_FLOATS,
+    NUM_WORDS,
     SamplingRows,
     packed_row,
     split64,
@@ -52,16 +53,17 @@ def test_what_is_packed_is_what_the_device_reads(
 ) -> None:
     """Every parameter comes back as it was, floats to the last bit, in the order of the batch."""
     row = packed_row(params, seed=seed, stream=stream, eos_token_ids=tuple(eos))
-    assert len(row) == NUM_COLUMNS
+    assert len(row) == NUM_WORDS
     state = initial()
-    table = state.sampling.table.clone()
-    table[2] = torch.tensor(row, dtype=torch.int32)
+    words = torch.tensor(row, dtype=torch.int32)
+    floats, table = state.sampling.floats.clone(), state.sampling.table.clone()
+    floats[2], table[2] = words[:NUM_FLOATS].view(torch.float32), words[NUM_FLOATS:]
     layout = Layout(
         torch.tensor([0, 2], dtype=torch.int32),
         torch.tensor([0, 1, 2], dtype=torch.int32),
         LayoutBounds(2, 2),
     )
-    read = batch_params(replace(state, sampling=SamplingRows(table), layout=layout))
+    read = batch_params(replace(state, sampling=SamplingRows(floats, table), layout=layout))
     expected = normalize(params)
     for name in FLOATS:
         assert read[name][1].item() == torch.tensor(getattr(expected, name), dtype=torch.float32).item()

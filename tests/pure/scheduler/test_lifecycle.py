@@ -7,7 +7,9 @@ from purestep.pure.errors import (
     OutOfBlocksError,
     PromptTooLongError,
 )
-from purestep.pure.scheduler import add, check_invariants, finish, make_queue, num_free, preempt_all
+from purestep.pure.persistent import num_in, pop
+from purestep.pure.scheduler import abort, add, check_invariants, finish, make_queue, num_free, preempt_all
+from purestep.pure.scheduler.memory import SLACK
 from tests.laws import digest
 from tests.pure.scheduler.toy import Driver, config, request
 
@@ -23,10 +25,20 @@ class TestMakeQueue:
             ({"num_blocks": ()}, InvalidParameterError, "0 numbers of blocks and 1 block sizes"),
             ({"num_blocks": (4, 4)}, InvalidParameterError, "2 numbers of blocks and 1 block sizes"),
             ({"block_sizes": (0,)}, InvalidParameterError, "block_sizes"),
-            ({"max_num_reqs": 0}, InvalidParameterError, "max_num_reqs must be at least 1, got 0"),
+            ({"block_sizes": (4, 4)}, InvalidParameterError, "1 numbers of blocks and 2 block sizes"),
+            (
+                {"num_blocks": (9, 9), "block_sizes": (4, -4)},
+                InvalidParameterError,
+                r"block_sizes\[1\].*got -4",
+            ),
+            ({"num_blocks": (9, 0), "block_sizes": (4, 4)}, OutOfBlocksError, "cache of 0 KV blocks"),
+            ({"max_num_reqs": 0}, InvalidParameterError, "max_num_reqs must be .* at least 1, got 0"),
             ({"max_num_batched_tokens": 0}, InvalidParameterError, "max_num_batched_tokens"),
+            ({"max_num_batched_tokens": 2.5}, InvalidParameterError, "whole number .* got 2.5"),
+            ({"max_model_len": 1}, InvalidParameterError, "max_model_len .* at least 2, got 1"),
             ({"block_horizon": 0}, InvalidParameterError, "block_horizon"),
             ({"long_prefill_token_threshold": 0}, InvalidParameterError, "long_prefill_token_threshold"),
+            ({"long_prefill_token_threshold": -3}, InvalidParameterError, "threshold .* got -3"),
         ],
     )
     def test_limits_that_let_nothing_run_are_refused(
@@ -46,6 +58,20 @@ class TestAdd:
             ([1, 9], {}, InvalidRequestError, "token id 9 .* vocabulary is 0 to 8"),
             ([1, -1], {}, InvalidRequestError, "token id -1 "),
             ([1], {"fork_of": "there"}, InvalidRequestError, "fork of 'there', whose prompt is another one"),
+            ([1], {"temperature": -1.0}, InvalidParameterError, "'new': temperature"),
+            (
+                [1],
+                {"stop_token_ids": (9,)},
+                InvalidParameterError,
+                r"'new': .* stop_token_ids must be in \[0, 9\)",
+            ),
+            ([1], {"max_tokens": 0}, InvalidParameterError, "'new': max_tokens"),
+            (
+                [1],
+                {"max_tokens": None, "min_tokens": 65},
+                InvalidParameterError,
+                "'new': min_tokens .* <= 64",
+            ),
         ],
     )
     def test_a_bad_request_is_refused_and_leaves_the_queue_as_it_was(
@@ -57,6 +83,15 @@ class TestAdd:
         with pytest.raises(error, match=message):
             add(queue, request("new", prompt, **fields), vocab_size=9)
         assert digest(queue) == before
+
+    def test_rules_that_leave_no_token_before_min_tokens_are_refused(self) -> None:
+        """min_tokens holds the end back, and nothing else is allowed: only the request knows the model's end."""
+        fields = {"allowed_token_ids": (4,), "min_tokens": 1, "ignore_eos": True}
+        queue = make_queue(config())
+
+        with pytest.raises(InvalidParameterError, match="'a': allowed_token_ids"):
+            add(queue, request("a", [1], eos_token_ids=(4, 3), **fields))
+        assert len(add(queue, request("a", [1], eos_token_ids=(3,), **fields)).waiting) == 1
 
     def test_an_id_in_use_is_refused_waiting_or_running(self) -> None:
         made = Driver(config())
@@ -128,6 +163,32 @@ class TestLeaving:
         output = made.schedule()
 
         assert output.finished_req_ids == {"a"} and not output.preempted_req_ids
+
+
+class TestLine:
+    @pytest.mark.parametrize("forks", [False, True])
+    def test_requests_that_come_and_are_aborted_leave_nothing_behind(self, forks: bool) -> None:
+        """Behind one that stays first in line, however many: the line does not grow, and it is kept in order."""
+        queue = add(make_queue(config()), request("first", arrival=-1))
+        stays = []
+        for i in range(3000):
+            parent = "first" if forks and i % 2 else None
+            queue = add(queue, request(f"{i}", arrival=-i, priority=i % 3, fork_of=parent))
+            if i % 100:
+                queue = abort(queue, [f"{i}"])
+            else:
+                stays.append((i % 3, -i, f"{i}"))
+            if i % 250 == 0:
+                check_invariants(queue)
+        assert num_in(queue.waiting.line) <= 2 * len(queue.waiting) + SLACK
+        assert sum(map(len, queue.waiting.forks.values())) <= len(queue.waiting)
+
+        order, heap = [], queue.waiting.line
+        while heap is not None:
+            (*_, ticket), heap = pop(heap)
+            state = queue.waiting.states.get(ticket)
+            order += [] if state is None else [state.request.req_id]
+        assert order == [req_id for *_, req_id in sorted([*stays, (0, -1, "first")])]
 
 
 class TestFork:

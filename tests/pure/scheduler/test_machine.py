@@ -1,4 +1,4 @@
-"""Any order of arrivals, steps, late outputs, aborts, forks and new parameters: every request gets its own tokens."""
+"""Any order of arrivals, steps, late outputs, aborts, forks, moments and new parameters: all get their own tokens."""
 
 from typing import Any
 
@@ -114,6 +114,29 @@ class Machine(RuleBasedStateMachine):
     def aborts(self, data: st.DataObject) -> None:
         self.driver.abort(data.draw(st.sampled_from(sorted(self.driver.requests))), "unknown")
 
+    @precondition(lambda self: self.driver.requests and self.free_ids())
+    @rule(data=st.data())
+    def forks(self, data: st.DataObject) -> None:
+        """A request goes on under a second id, from where it is."""
+        parent = data.draw(st.sampled_from(sorted(self.driver.requests)))
+        self.driver.fork(parent, data.draw(st.sampled_from(self.free_ids())))
+
+    @precondition(lambda self: len(self.driver.moments) < 3)
+    @rule()
+    def remembers(self) -> None:
+        self.driver.remember()
+
+    @precondition(lambda self: self.driver.moments)
+    @rule(data=st.data())
+    def goes_back(self, data: st.DataObject) -> None:
+        """To any moment, as often as it likes, whatever ran in between."""
+        self.driver.go_back(data.draw(st.sampled_from(self.driver.moments)))
+
+    @precondition(lambda self: self.driver.moments)
+    @rule(data=st.data())
+    def forgets(self, data: st.DataObject) -> None:
+        self.driver.let_go(data.draw(st.sampled_from(self.driver.moments)))
+
     @rule(keep_kv=st.booleans(), goes_back=st.booleans())
     def learns(self, keep_kv: bool, goes_back: bool) -> None:
         self.version += not goes_back
@@ -125,7 +148,7 @@ class Machine(RuleBasedStateMachine):
 
 
 def test_every_request_gets_the_tokens_that_it_gets_alone(unchecked_records: None) -> None:
-    """Batch independence, over chunks, preemption, prefix hits, forks, priorities, late outputs and new parameters."""
+    """Over chunks, preemption, prefix hits, forks, moments, priorities, late outputs and new parameters."""
     run_state_machine_as_test(Machine, settings=settings(stateful_step_count=40))
 
 

@@ -2,9 +2,11 @@ import numpy as np
 import pytest
 
 from purestep.pure.errors import SchedulerOutputError
+from purestep.pure.record import replace
 from purestep.pure.records.outputs import StepOutput
 from purestep.pure.records.queue import Finished, Queue, Request
 from purestep.pure.scheduler import abort, add, check_invariants, make_queue, num_free, schedule, update
+from tests.laws import digest
 from tests.pure.scheduler.toy import Driver, config, request
 
 pytestmark = pytest.mark.usefixtures("unchecked_records")
@@ -164,6 +166,27 @@ class TestContradictions:
         queue, _ = update(queue, req_ids, step_output([1, -1], [3, 2]))
         with pytest.raises(SchedulerOutputError, match="no step is in flight"):
             update(queue, req_ids, step_output([1, -1], [3, 2]))
+
+    @pytest.mark.parametrize("name", ["sampled_token_ids", "num_computed_tokens", "active", "has_nan"])
+    @pytest.mark.parametrize("length", [0, 1, 3])
+    def test_a_column_of_another_length_is_refused_and_nothing_changes(self, name: str, length: int) -> None:
+        queue, req_ids = self.scheduled()
+        right = step_output([1, -1], [3, 2])
+        column = np.resize(getattr(right, name), (length, *getattr(right, name).shape[1:]))
+        before = digest(queue)
+
+        with pytest.raises(SchedulerOutputError, match=r"an output of 2 requests has .* at least 2 entries"):
+            update(queue, req_ids, replace(right, **{name: column}))
+        assert digest(queue) == before
+        assert update(queue, req_ids, right)[1] == ()
+
+    def test_several_tokens_a_request_are_refused(self) -> None:
+        """They would be dropped without a word."""
+        queue, req_ids = self.scheduled()
+        wide = replace(step_output([1, -1], [3, 2]), sampled_token_ids=np.array([[1, 4], [-1, -1]], np.int32))
+
+        with pytest.raises(SchedulerOutputError, match="one column of tokens"):
+            update(queue, req_ids, wide)
 
     def test_padding_behind_the_batch_is_ignored(self) -> None:
         queue, req_ids = self.scheduled()

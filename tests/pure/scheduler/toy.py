@@ -7,16 +7,35 @@ where it lies.
 
 import zlib
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from typing import Any
 
+import attrs
 import numpy as np
 
+from purestep.pure.errors import OutOfBlocksError, OutOfRowsError
+from purestep.pure.record import replace
 from purestep.pure.records.outputs import StepOutput
 from purestep.pure.records.queue import Finished, Queue, Request, SchedulerConfig
 from purestep.pure.records.sampling_params import SamplingParams
 from purestep.pure.records.scheduler_output import SchedulerOutput
-from purestep.pure.scheduler import abort, add, check_invariants, make_queue, schedule, set_version, update
+from purestep.pure.scheduler import (
+    abort,
+    add,
+    check_invariants,
+    fork,
+    go_back,
+    hold,
+    let_go,
+    make_queue,
+    schedule,
+    set_version,
+    update,
+)
 
 VOCAB = 7
+
+Held = Iterable[tuple[np.ndarray, ...]]  # per moment and KV group, the blocks that it holds
 
 
 def config(**changes: object) -> SchedulerConfig:
@@ -44,14 +63,15 @@ def next_token(req_id: str, history: Iterable[int]) -> int:
 
 
 def foretold(
-    request: Request, config: SchedulerConfig, nan_at: int | None = None
+    request: Request, config: SchedulerConfig, nan_at: int | None = None, given: tuple[int, ...] = ()
 ) -> tuple[tuple[int, ...], str, int | None]:
-    """Tokens, finish reason and stop reason of a request that runs alone."""
+    """Tokens, finish reason and stop reason of a request that runs alone; a fork begins with given outputs."""
     params, outputs = request.sampling_params, list[int]()
     while True:
-        if len(outputs) == nan_at:
+        if len(outputs) == nan_at and nan_at >= len(given):
             return tuple(outputs), "error", None
-        outputs.append(next_token(request.req_id, request.prompt_token_ids + tuple(outputs)))
+        own = next_token(request.req_id, request.prompt_token_ids + tuple(outputs))
+        outputs.append(given[len(outputs)] if len(outputs) < len(given) else own)
         length = len(request.prompt_token_ids) + len(outputs)
         if len(outputs) >= params.min_tokens:
             if outputs[-1] in request.eos_token_ids and not params.ignore_eos:
@@ -62,6 +82,18 @@ def foretold(
             return tuple(outputs), "length", None
 
 
+@attrs.frozen(eq=False)
+class Remembered:
+    """A moment: a queue that holds its blocks, and what device and driver knew."""
+
+    name: int
+    queue: Queue
+    device: dict[str, Any]
+    requests: dict[str, Request]
+    given: dict[str, tuple[int, ...]]
+    on_the_way: list[tuple[tuple[str, ...], StepOutput]]
+
+
 class Device:
     """Runs scheduler outputs as they come, and believes nothing that it can check."""
 
@@ -70,7 +102,7 @@ class Device:
         self.freezes = freezes  # rows that end, as the real one does where it knows of the end
         self.version = 0
         self.good_versions = {0}
-        self.nan_at: Mapping[str, int] = {}
+        self.nan_at: dict[str, int] = {}
         self.cells: dict[tuple[int, int, int], tuple[int, int, int, str]] = {}  # group, block, offset
         self.tables: dict[str, list[list[int]]] = {}
         self.tokens: dict[str, list[int]] = {}
@@ -80,14 +112,46 @@ class Device:
         self.num_computed: dict[str, int] = {}
         self.batch: set[str] = set()
 
-    def run(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> StepOutput:
-        """One step; its output, in the order of the batch."""
+    def remembered(self) -> dict[str, Any]:
+        """All that it knows but the cells of its cache, and the parameters."""
+        names = ("tables", "tokens", "requests", "ends", "frozen", "num_computed", "batch", "nan_at")
+        return {name: deepcopy(getattr(self, name)) for name in names}
+
+    def go_back(self, remembered: dict[str, Any]) -> None:
+        """Know that again."""
+        for name, value in remembered.items():
+            setattr(self, name, deepcopy(value))
+
+    def keep(self, kept: Mapping[str, tuple[int, ...]]) -> None:
+        """These requests have given up all but so many blocks."""
+        for req_id, counts in kept.items():
+            self.tables[req_id] = [t[:n] for t, n in zip(self.tables[req_id], counts, strict=True)]
+
+    def fork(self, parent: str, fork: Request, *, goes_on: bool) -> None:
+        """A request with the parent's blocks and tokens."""
+        self._drop(fork.req_id)
+        req_id, given = fork.req_id, tuple(self.tokens[parent][len(fork.prompt_token_ids) :])
+        for known in (self.tables, self.tokens, self.requests, self.num_computed):
+            known[req_id] = deepcopy(known[parent])  # type: ignore[index]
+        if parent in self.frozen:
+            self.frozen.add(req_id)
+            if len(given) == self.nan_at.get(parent):
+                self.nan_at[req_id] = len(given)
+        told, _, _ = foretold(fork, self.config, self.nan_at.get(req_id), given)
+        self.ends[req_id] = len(told)
+        self.batch |= {req_id} if goes_on else set()
+
+    def _drop(self, req_id: str) -> None:
+        for known in (self.tables, self.tokens, self.requests, self.num_computed, self.ends):
+            known.pop(req_id, None)  # type: ignore[attr-defined]
+        self.batch.discard(req_id)
+        self.frozen.discard(req_id)
+
+    def run(self, output: SchedulerOutput, requests: Mapping[str, Request], held: Held = ()) -> StepOutput:
+        """One step; its output, in the order of the batch. Blocks that moments hold are not written."""
         for req_id in output.finished_req_ids:
             assert req_id in self.tokens, f"{req_id} was never here"
-            for known in (self.tables, self.tokens, self.requests, self.num_computed, self.ends):
-                known.pop(req_id)
-            self.batch.discard(req_id)
-            self.frozen.discard(req_id)
+            self._drop(req_id)
         assert output.preempted_req_ids <= self.tokens.keys()
         assert output.total_num_scheduled_tokens <= self.config.max_num_batched_tokens
         assert len(output.req_ids) <= self.config.max_num_reqs
@@ -95,7 +159,7 @@ class Device:
         self._take_new(output, requests)
         self._take_cached(output)
         self._copy(output)
-        self._check_writers(output)
+        self._check_writers(output, held)
         self.batch = set(output.req_ids)
         rows = [self._run_row(r, n) for r, n in output.num_scheduled_tokens_by_id.items()]
         tokens, computed, nans = zip(*rows, strict=True) if rows else ((), (), ())
@@ -160,13 +224,15 @@ class Device:
             else:
                 self.cells[place] = cell
 
-    def _check_writers(self, output: SchedulerOutput) -> None:
+    def _check_writers(self, output: SchedulerOutput, held: Held) -> None:
         for group, size in enumerate(self.config.block_sizes):
             written: set[int] = set()
+            remembered = {block for blocks in held for block in blocks[group].tolist()}
             for req_id, n in output.num_scheduled_tokens_by_id.items():
                 start = self.num_computed[req_id]
                 blocks = self.tables[req_id][group][start // size : (start + n - 1) // size + 1]
                 assert not written.intersection(blocks), "two requests write one block"
+                assert not remembered.intersection(blocks) or req_id in self.frozen, "a moment's block is written"
                 written.update(blocks)
             assert 0 not in written
 
@@ -209,8 +275,10 @@ class Driver:
         self.config = config
         self.queue: Queue = make_queue(config)
         self.device = Device(config, freezes=freezes)
-        self.device.nan_at = nan_at or {}
+        self.device.nan_at = dict(nan_at or {})
         self.requests: dict[str, Request] = {}
+        self.given: dict[str, tuple[int, ...]] = {}  # outputs that forks began with
+        self.moments: list[Remembered] = []
         self.on_the_way: list[tuple[tuple[str, ...], StepOutput]] = []
         self.finished: dict[str, Finished] = {}
         self.outputs: list[SchedulerOutput] = []
@@ -219,6 +287,46 @@ class Driver:
     def add(self, new: Request) -> None:
         self.queue = add(self.queue, new)
         self.requests[new.req_id] = new
+        self.given[new.req_id] = ()
+        check_invariants(self.queue)
+
+    def fork(self, parent: str, req_id: str) -> None:
+        """Refused only for want of rows or blocks, and then nothing has changed."""
+        self.num_added += 1
+        try:
+            forked = fork(self.queue, parent, req_id, arrival=self.num_added, stream=self.num_added)
+        except (OutOfRowsError, OutOfBlocksError):
+            return
+        self.queue = forked.queue
+        self.requests[req_id] = own = replace(self.requests[parent], req_id=req_id, fork_of=None)
+        self.given[req_id] = ()
+        self.device.keep(forked.kept)
+        ticket = self.queue.live.get(req_id)
+        waits = self.queue.waiting.states.get(ticket) if ticket is not None else None
+        if waits is None or waits.num_cached_tokens is not None:  # the parent has run
+            self.given[req_id] = tuple(self.device.tokens[parent][len(own.prompt_token_ids) :])
+            self.device.fork(parent, own, goes_on=forked.goes_on)
+        check_invariants(self.queue)
+
+    def remember(self) -> None:
+        name = 1 + max((moment.name for moment in self.moments), default=0)
+        shareable = hold(self.queue, name)
+        self.queue = shareable.queue
+        self.device.keep(shareable.kept)
+        known = dict(self.requests), dict(self.given), list(self.on_the_way)
+        self.moments.append(Remembered(name, self.queue, self.device.remembered(), *known))
+        check_invariants(self.queue)
+
+    def go_back(self, moment: "Remembered") -> None:
+        self.queue = go_back(self.queue, moment.queue)
+        self.device.go_back(moment.device)
+        self.requests, self.given = dict(moment.requests), dict(moment.given)
+        self.on_the_way = list(moment.on_the_way)
+        check_invariants(self.queue)
+
+    def let_go(self, moment: "Remembered") -> None:
+        self.queue = let_go(self.queue, moment.name)
+        self.moments.remove(moment)
         check_invariants(self.queue)
 
     def abort(self, *req_ids: str) -> None:
@@ -241,8 +349,9 @@ class Driver:
         if output.preempted_req_ids and before.news.preempted_req_ids != output.preempted_req_ids:
             self._check_preemption(before)
         if idle:
-            assert bool(output.req_ids) == bool(self.requests), "requests are there and nothing runs"
-        result = self.device.run(output, self.requests)
+            stands_still = bool(self.requests) and not output.req_ids
+            assert not stands_still or self.moments, "requests are there and nothing runs"
+        result = self.device.run(output, self.requests, self.queue.moments.values())
         self.outputs.append(output)
         if output.req_ids:
             self.on_the_way.append((output.req_ids, result))
@@ -255,7 +364,8 @@ class Driver:
         check_invariants(self.queue)
         for done in finished:
             new = self.requests.pop(done.req_id)
-            told = foretold(new, self.config, self.device.nan_at.get(new.req_id))
+            nan_at = self.device.nan_at.get(new.req_id)
+            told = foretold(new, self.config, nan_at, self.given.pop(new.req_id))
             assert (done.token_ids, done.reason, done.stop_reason) == told
             self.finished[done.req_id] = done
 
@@ -266,7 +376,9 @@ class Driver:
         return output
 
     def drain(self, lag: int = 0) -> int:
-        """Run until nothing is left, outputs coming in so many steps late; the number of steps."""
+        """Run until nothing is left, outputs coming in so many steps late; the number of steps. No moment is left."""
+        while self.moments:
+            self.let_go(self.moments[0])
         work = sum(
             min(self.config.max_model_len, len(r.prompt_token_ids) + 64) for r in self.requests.values()
         )

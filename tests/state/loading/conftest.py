@@ -2,6 +2,7 @@
 
 import pytest
 
+from purestep.state.loading.fields import Fields
 from purestep.state.loading.gguf_file import open_gguf
 from purestep.state.loading.gguf_tokenizer import gguf_tokenizer
 from purestep.state.loading.load import default_model
@@ -11,5 +12,4 @@ from purestep.state.loading.tokenizer import Tokenizer
 @pytest.fixture(scope="session")
 def smollm_tokenizer() -> Tokenizer:
     """SmolLM2's tokenizer, without its weights."""
-    path = default_model()
-    return gguf_tokenizer(open_gguf(path).metadata, source=str(path))
+    return gguf_tokenizer(Fields(open_gguf(default_model()).metadata, "SmolLM2: "))

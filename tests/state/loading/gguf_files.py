@@ -3,14 +3,15 @@
 from pathlib import Path
 from typing import Any
 
+import attrs
 import gguf
 import numpy as np
 import torch
 from torch import Tensor
 
+from purestep.kernels.reference.rope import frequency_divisors
 from purestep.pure.models.config import ModelConfig
 from purestep.pure.models.names import hf_shapes
-from purestep.pure.models.rope import frequency_divisors
 
 # llama.cpp's names, written down a second time here.
 LAYER = {
@@ -56,7 +57,10 @@ def write_gguf(
     extra: dict[str, Any] | None = None,
     instead: dict[str, Tensor] | None = None,
 ) -> Path:
-    """A GGUF file of the model; matrices are quantised; `without` leaves tensors out, `instead` takes their place."""
+    """A GGUF file of the model; matrices are quantised; `without` leaves tensors out, `instead` takes their place.
+
+    `extra` is metadata that is added, or takes the place of what is there; None leaves it out.
+    """
     writer = gguf.GGUFWriter(path, architecture)
     shape = config.attention
     writer.add_block_count(config.num_layers)
@@ -75,7 +79,9 @@ def write_gguf(
     writer.add_token_merges(["a b", "ab c", "Ġ a"])
     writer.add_eos_token_id(0)
     for key, value in (extra or {}).items():
-        writer.add_key_value(key, value, _kind(value))
+        writer.kv_data[0].pop(key, None)
+        if value is not None:
+            writer.add_key_value(key, value, _kind(value), _kind(value[0]) if type(value) is list else None)
     for name in hf_shapes(config):
         if name not in without:
             array = ((instead or {}).get(name, tensors[name])).float().numpy()
@@ -83,7 +89,8 @@ def write_gguf(
                 array = interleaved(array, shape.num_heads if ".q_proj." in name else shape.num_kv_heads)
             _add(writer, gguf_name(name), array, quantization)
     if config.rope.scaling is not None:
-        divisors = frequency_divisors(config.rope, shape.head_dim).numpy()
+        numbers = attrs.astuple(config.rope.scaling)
+        divisors = frequency_divisors(shape.head_dim, config.rope.theta, numbers).numpy()
         if instead and "rope_freqs.weight" in instead:
             divisors = instead["rope_freqs.weight"].numpy()
         writer.add_tensor("rope_freqs.weight", divisors)
@@ -102,8 +109,9 @@ def _add(writer: Any, name: str, array: np.ndarray[Any, Any], kind: gguf.GGMLQua
 
 
 def _kind(value: Any) -> gguf.GGUFValueType:
-    kinds = {bool: "BOOL", int: "UINT32", float: "FLOAT32", str: "STRING"}
-    return getattr(gguf.GGUFValueType, kinds[type(value)])  # type: ignore[no-any-return]
+    whole = "UINT64" if type(value) is int and value >= 2**63 else "INT64"
+    kinds = {bool: "BOOL", int: whole, float: "FLOAT64", str: "STRING", list: "ARRAY"}
+    return gguf.GGUFValueType[kinds[type(value)]]
 
 
 def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """The GGUF reader against the gguf package's writer and reader."""
 
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -136,3 +137,28 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "b.gguf").write_bytes(b"GGUF" + (9).to_bytes(4, "little") + bytes(100))
     with pytest.raises(ModelLoadError, match="GGUF version 9"):
         open_gguf(tmp_path / "b.gguf")
+
+
+HEAD = b"GGUF" + struct.pack("<I", 3)
+NAMED = struct.pack("<Q", 1) + b"a"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (struct.pack("<QQ", 0, 2**60) + bytes(10**5), "damaged: '' is in it twice"),
+        (struct.pack("<QQ", 2**60, 0) + bytes(10**5), "damaged: '' is in it twice"),
+        (
+            struct.pack("<QQ", 0, 1) + NAMED + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 10**5,
+            "breaks off",
+        ),
+        (struct.pack("<QQ", 1, 0) + NAMED + struct.pack("<I", 2**31) + bytes(10**5), "breaks off"),
+        (struct.pack("<QQ", 0, 1) + NAMED + struct.pack("<IIQ", 9, 6, 2**62) + bytes(10**5), "breaks off"),
+    ],
+    ids=["keys", "tensors", "arrays of arrays", "dimensions", "an array"],
+)
+def test_absurd_counts_are_refused_at_once(tmp_path: Path, content: bytes, message: str) -> None:
+    """However many keys, tensors, dimensions or levels are announced, no more is read than can be meant."""
+    (tmp_path / "a.gguf").write_bytes(HEAD + content)
+    with pytest.raises(ModelLoadError, match=rf"a\.gguf: .*{message}.*; fetch it again"):
+        open_gguf(tmp_path / "a.gguf")

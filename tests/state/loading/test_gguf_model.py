@@ -90,7 +90,35 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "architecture": ({"architecture": "mamba"}, "unknown architecture 'mamba'"),
     "experts": ({"extra": {"llama.expert_count": 8}}, r"llama\.expert_count = 8 is not supported"),
     "half rotated": ({"extra": {"llama.rope.dimension_count": 4}}, r"llama\.rope\.dimension_count = 4"),
-    "yarn": ({"extra": {"llama.rope.scaling.type": "yarn"}}, r"llama\.rope\.scaling\.type = yarn"),
+    "yarn": ({"extra": {"llama.rope.scaling.type": "yarn"}}, r"llama\.rope\.scaling\.type = 'yarn'"),
+    "no layers": ({"extra": {"llama.block_count": None}}, r"llama\.block_count is missing"),
+    "endless layers": (
+        {"extra": {"llama.block_count": 2**40}},
+        r"llama\.block_count = 1099511627776 .*to 10000",
+    ),
+    "too many layers": (
+        {"extra": {"llama.block_count": 3}},
+        r"layers\.2\.input_layernorm\.weight is missing",
+    ),
+    "a size per layer": (
+        {"extra": {"llama.feed_forward_length": [96, 96]}},
+        r"feed_forward_length = \[96, 96\]",
+    ),
+    "heads as text": ({"extra": {"llama.attention.head_count": "4"}}, r"head_count = '4' .*: a whole number"),
+    "uneven heads": ({"extra": {"llama.attention.head_count_kv": 3}}, "4 query heads over 3 key-value heads"),
+    "odd heads": ({"extra": {"llama.attention.key_length": 3}}, "heads of size 3; rotation takes pairs"),
+    "no end": ({"extra": {"tokenizer.ggml.eos_token_id": -1}}, r"eos_token_id = -1 .*: a whole number"),
+    "template": ({"extra": {"tokenizer.chat_template": 5}}, r"chat_template = 5 .*: a text"),
+    "token types": (
+        {"extra": {"tokenizer.ggml.token_type": [1]}},
+        r"token_type = \[1\] .*one is needed for each",
+    ),
+    "no merges": ({"extra": {"tokenizer.ggml.merges": None}}, r"merges is missing: a list of texts"),
+    "bos": (
+        {"extra": {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 10**6}},
+        r"bos_token_id = 1000000 .*: a whole number from 0 to",
+    ),
+    "alignment": ({"extra": {"general.alignment": 0}}, r"general\.alignment = 0"),
     "missing": (
         {"without": ("model.layers.1.mlp.down_proj.weight",)},
         r"layers\.1\.mlp\.down_proj\.weight is missing",

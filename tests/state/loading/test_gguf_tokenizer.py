@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from purestep.pure.errors import ModelLoadError
+from purestep.state.loading.fields import Fields
 from purestep.state.loading.gguf_tokenizer import LLAMA_3, QWEN_2, gguf_special_tokens, gguf_tokenizer
 from purestep.state.loading.tokenizer import Tokenizer
 
@@ -17,8 +18,8 @@ KNOWN = st.characters(codec="utf-8", max_codepoint=0x1F7FF, exclude_categories=[
 TOKENS = ["<bos>", "<|tool|>", *"abcdefgh'ls0123456789 ", "Ġ", "ab", "Ġa", "12"]
 
 
-def metadata(**changes: Any) -> dict[str, Any]:
-    return {
+def metadata(**changes: Any) -> Fields:
+    values = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "smollm",
         "tokenizer.ggml.tokens": TOKENS,
@@ -26,10 +27,11 @@ def metadata(**changes: Any) -> dict[str, Any]:
         "tokenizer.ggml.merges": ["a b", "Ġ a", "1 2"],
         "tokenizer.ggml.bos_token_id": 0,
     } | {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
+    return Fields(values, "here: metadata ")
 
 
 def pieces(text: str, **changes: Any) -> list[str]:
-    tokenizer = gguf_tokenizer(metadata(**changes), source="here")
+    tokenizer = gguf_tokenizer(metadata(**changes))
     return [TOKENS[i] for i in tokenizer.encode(text)]
 
 
@@ -54,7 +56,7 @@ def test_merges_digits_and_special_tokens() -> None:
     assert pieces("ab a12<|tool|>") == ["ab", "Ġa", "1", "2", "<|tool|>"]
     assert pieces("ab12", pre="qwen2") == ["ab", "1", "2"]
     assert pieces("ab12", pre="llama-bpe") == ["ab", "12"]
-    tokenizer = gguf_tokenizer(metadata(), source="here")
+    tokenizer = gguf_tokenizer(metadata())
     assert tokenizer.special_ids == {0}
     assert tokenizer.decode([0, 1, 2]) == "<|tool|>a"
 
@@ -62,7 +64,7 @@ def test_merges_digits_and_special_tokens() -> None:
 def test_a_beginning_is_added_where_the_model_wants_it() -> None:
     """Unless it is not wanted now, as in a chat template's text."""
     assert pieces("ab", add_bos_token=True) == ["<bos>", "ab"]
-    tokenizer = gguf_tokenizer(metadata(add_bos_token=True), source="here")
+    tokenizer = gguf_tokenizer(metadata(add_bos_token=True))
     assert tokenizer.encode("ab", add_special_tokens=False) == [TOKENS.index("ab")]
 
 
@@ -86,11 +88,14 @@ def test_patterns_are_the_published_ones() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "llama"}, "of kind 'llama'"),
-        ({"pre": "tekken"}, "the way 'tekken'; known are smollm, llama-bpe"),
+        ({"model": "llama"}, "tokenizer.ggml.model = 'llama' is not supported: only 'gpt2'"),
+        ({"model": None}, "tokenizer.ggml.model = None"),
+        ({"pre": "tekken"}, "tokenizer.ggml.pre = 'tekken' .*smollm, llama-bpe and qwen2 are known"),
+        ({"merges": ["a z"]}, "the tokenizers package can not build it: .*out of vocabulary"),
+        ({"merges": ["ab"]}, "the tokenizers package can not build it"),
     ],
 )
-def test_other_kinds_are_refused(changes: dict[str, str], message: str) -> None:
+def test_other_kinds_are_refused(changes: dict[str, Any], message: str) -> None:
     """With the remedy: give the model's tokenizer.json."""
     with pytest.raises(ModelLoadError, match=rf"here: .*{message}.*tokenizer\.json"):
-        gguf_tokenizer(metadata(**changes), source="here")
+        gguf_tokenizer(metadata(**changes))

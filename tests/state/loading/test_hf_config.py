@@ -5,10 +5,9 @@ from typing import Any
 import pytest
 import transformers
 
-from purestep.kernels.record import replace
 from purestep.pure.errors import ModelLoadError
 from purestep.pure.models.config import RopeConfig, RopeScaling
-from purestep.state.loading.hf_config import as_ids, hf_model_config
+from purestep.state.loading.hf_config import hf_model_config
 
 PLAIN: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -120,9 +119,10 @@ def test_old_llamas_do_not_say_how_many_key_heads() -> None:
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
         ({"mlp_bias": True}, "mlp_bias = True"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rotary embedding .*yarn"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "llama3 lacks 'low_freq_factor'"),
-        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "rotary embedding"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling.rope_type = 'yarn'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type = 'linear'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "rope_scaling.low_freq_factor is missing"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor = 0.5"),
     ],
 )
 def test_what_is_not_implemented_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -133,5 +133,45 @@ def test_what_is_not_implemented_is_refused(changes: dict[str, Any], message: st
 
 def test_ids() -> None:
     """None, one or several."""
-    assert (as_ids(None), as_ids(3), as_ids([3, 4])) == ((), (3,), (3, 4))
-    assert replace(config(), eos_token_ids=(1,)) != config()
+    given: list[Any] = [None, 3, [3, 4]]
+    assert [config(eos_token_id=ids).eos_token_ids for ids in given] == [(), (3,), (3, 4)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"vocab_size": "100"},
+            "vocab_size = '100' .*: a whole number from 1 to 2147483647 is needed; correct it",
+        ),
+        ({"hidden_size": 64.0}, "hidden_size = 64.0"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000 .*: a whole number from 1 to 10000"),
+        ({"num_attention_heads": 0}, "num_attention_heads = 0"),
+        ({"num_key_value_heads": True}, "num_key_value_heads = True"),
+        ({"head_dim": -8}, "head_dim = -8"),
+        ({"eos_token_id": [2, -1]}, r"eos_token_id = \[2, -1\]"),
+        (
+            {"eos_token_id": "</s>"},
+            "eos_token_id = '</s>' .*: a whole number from 0 to 2147483647, or a list",
+        ),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps = nan .*: a number above 0 is needed"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings = 1 .*: true or false is needed"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures = 'LlamaForCausalLM' .*: a list of texts"),
+        ({"architectures": None, "model_type": 3}, "model_type = 3 .*: a text"),
+        ({"rope_theta": "1e4"}, "rope_theta = '1e4'"),
+        ({"rope_scaling": [1]}, r"rope_scaling = \[1\] .*: an object"),
+        (
+            {"rope_scaling": LLAMA_3 | {"high_freq_factor": 1.0}},
+            "high_freq_factor = 1.0 .*: a number above 1",
+        ),
+        (
+            {"architectures": ["Qwen3ForCausalLM"], "sliding_window": 9, "use_sliding_window": True}
+            | {"layer_types": ["full_attention"]},
+            "layer_types = .*: each of 4 layers",
+        ),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_named(changes: dict[str, Any], message: str) -> None:
+    """The file, the key, what was found, and what is needed."""
+    with pytest.raises(ModelLoadError, match=f"here: .*{message}"):
+        config(**changes)

@@ -1,6 +1,7 @@
 """Hugging Face folders."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def test_dtype_is_the_configs_unless_asked_for(folder: Path) -> None:
         (folder / "config.json").write_text(json.dumps(config | {key: "bfloat16"}))
         assert {leaf.dtype for leaf in tree_leaves(load(folder).params)} == {torch.bfloat16}
         (folder / "config.json").write_text(json.dumps(config | {key: "float8"}))
-        with pytest.raises(ModelLoadError, match=r"config\.json: dtype float8 is not supported"):
+        with pytest.raises(ModelLoadError, match=rf"config\.json: {key} = 'float8' is not supported"):
             load(folder)
     (folder / "config.json").write_text(json.dumps(config))
     assert {leaf.dtype for leaf in tree_leaves(load(folder).params)} == {torch.float32}
@@ -209,4 +210,33 @@ def test_a_bad_config_is_named(folder: Path, content: str | None, message: str) 
     path = folder / "config.json"
     path.unlink() if content is None else path.write_text(content)
     with pytest.raises(ModelLoadError, match=rf"config\.json:? {message}"):
+        load(folder)
+
+
+BAD_FILES: dict[str, tuple[str, bytes, str]] = {
+    "template": ("chat_template.jinja", b"caf\xe9", "not UTF-8 from byte 3 on"),
+    "config bytes": ("config.json", b'{"a": "\xff"}', "not UTF-8 from byte 7 on"),
+    "long number": ("config.json", b'{"a": ' + b"1" * 5000 + b"}", "not JSON"),
+    "deep list": ("config.json", b"[" * 200_000, "not JSON"),
+    "tokenizer bytes": ("tokenizer.json", b'{"a": "\xff"}', "the tokenizers package can not read it"),
+    "template kind": ("tokenizer_config.json", b'{"chat_template": 5}', "chat_template = 5 .*: a text"),
+    "template names": ("tokenizer_config.json", b'{"chat_template": [{}]}', r"chat_template = \[\{\}\]"),
+    "token": ("tokenizer_config.json", b'{"eos_token": ["</s>"]}', r"eos_token = \['</s>'\] .*: a text"),
+    "advice": ("generation_config.json", b'{"top_p": "0.9"}', "top_p = '0.9' .*: a number"),
+    "ids": ("generation_config.json", b'{"eos_token_id": "2"}', "eos_token_id = '2' .*: a whole number"),
+    "index": (
+        "model.safetensors.index.json",
+        b'{"weight_map": ["a"]}',
+        r"weight_map = \['a'\] .*: an object",
+    ),
+    "no map": ("model.safetensors.index.json", b"{}", "weight_map is missing"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_FILES)
+def test_a_damaged_file_is_named_with_what_is_wrong_in_it(folder: Path, what: str) -> None:
+    """Bytes that are no text, JSON that can not be read, values of the wrong kind."""
+    name, content, message = BAD_FILES[what]
+    (folder / name).write_bytes(content)
+    with pytest.raises(ModelLoadError, match=f"{re.escape(name)}: {message}"):
         load(folder)

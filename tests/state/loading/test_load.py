@@ -111,7 +111,8 @@ def test_pickles_are_refused(tmp_path: Path) -> None:
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     """A path that does not exist is not taken for an id on a hub."""
-    for source in (tmp_path / "absent", str(tmp_path / "absent"), "./absent/model"):
+    texts = ("./absent", "../absent", "./absent/model", ".absent", "~/absent", "absent/", "a/b/c", "a/../b")
+    for source in (tmp_path / "absent", str(tmp_path / "absent"), *texts):
         with pytest.raises(ModelLoadError, match="no such file or folder"):
             load_model(source)
 

@@ -1,0 +1,95 @@
+"""What a set of kernels may do in one pass, defined by the set's other functions.
+
+Each is given the set itself first, so that a set which replaces one part changes what is made of it.
+"""
+
+import torch
+from torch import Tensor
+
+from purestep.kernels.types import Kernels
+
+
+def norm_linear(
+    kernels: Kernels,
+    x: Tensor,
+    residual: Tensor | None,
+    gain: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """linear of the RMS norm of x + residual, and x + residual; x [n, in] alone if there is no residual.
+
+    gain [in]; weight [out, in] as `prepare` gave it; bias [out]. Returns [n, out] and [n, in].
+    """
+    normed, total = _normed(kernels, x, residual, gain, eps)
+    return kernels.linear(normed, weight, bias), total
+
+
+def norm_gate_up(
+    kernels: Kernels, x: Tensor, residual: Tensor | None, gain: Tensor, eps: float, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """silu(gate) * up of the RMS norm of x + residual, and x + residual; weight is [gate, up], [2 * width, in].
+
+    Returns [n, width] and [n, in].
+    """
+    normed, total = _normed(kernels, x, residual, gain, eps)
+    return kernels.silu_and_mul(kernels.linear(normed, weight, None)), total
+
+
+def attend_qkv(
+    kernels: Kernels,
+    qkv: Tensor,
+    kv: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    *,
+    cos: Tensor,
+    sin: Tensor,
+    q_gain: Tensor | None = None,
+    k_gain: Tensor | None = None,
+    eps: float = 0.0,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`attend` with the heads of qkv [tokens, (heads + 2 * kv_heads) * dim] in the order q, k, v. Donates `kv`.
+
+    Queries and keys are turned by cos and sin [tokens, dim / 2], after RMS norms over each head with q_gain and
+    k_gain [dim] where those are given; eps is the norms'. All else as in `Attend`.
+    """
+    num_kv_heads, dim = kv.shape[3:]
+    heads = torch.unflatten(qkv, -1, (-1, dim))
+    num_heads = heads.shape[-2] - 2 * num_kv_heads
+    q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=-2)
+    if q_gain is not None and k_gain is not None:
+        q, k = kernels.rms_norm(q, q_gain, eps), kernels.rms_norm(k, k_gain, eps)
+    q, k = kernels.rotate(q, k, cos, sin)
+    return kernels.attend(
+        q,
+        k,
+        v,
+        kv,
+        query_start_loc,
+        seq_lens,
+        block_table,
+        slot_mapping,
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len,
+        scale=scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+    )
+
+
+def _normed(
+    kernels: Kernels, x: Tensor, residual: Tensor | None, gain: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    if residual is None:
+        return kernels.rms_norm(x, gain, eps), x
+    normed, total = kernels.add_rms_norm(x, residual, gain, eps)
+    return normed, total

@@ -1,0 +1,218 @@
+"""Going back and branching: moments hold blocks, and a fork goes on from another request's history.
+
+A queue is a value, so an old one says who ran and waited then. Only the blocks belong to the present: a moment is a
+holder of them from `hold` to `let_go`, and `go_back` takes the old queue with the present pools.
+"""
+
+from collections.abc import Hashable, Mapping
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from purestep.pure.arrays import empty_column, frozen
+from purestep.pure.blocks import release, retain
+from purestep.pure.errors import DuplicateRequestError, InvalidRequestError, OutOfBlocksError, OutOfRowsError
+from purestep.pure.persistent import push
+from purestep.pure.record import record, replace
+from purestep.pure.records.queue import (
+    Queue,
+    Request,
+    RequestState,
+    Residence,
+    Running,
+    StepInFlight,
+    TokenLog,
+    Waiting,
+)
+from purestep.pure.scheduler.admission import num_held_rows
+from purestep.pure.scheduler.lifecycle import add, set_version
+from purestep.pure.scheduler.memory import held_by, in_line
+from purestep.pure.scheduler.rows import add_twin, tokens_of
+from purestep.pure.scheduler.sharing import Shareable, give_up_open_blocks
+
+
+@record
+class Forked:
+    """A queue with a fork in it."""
+
+    queue: Queue
+    kept: Mapping[str, tuple[int, ...]]  # as in Shareable, for the batch
+    has_run: bool  # the batch knows the parent, and has to be given the fork
+    goes_on: bool  # the fork sits in a row, as its parent does; else it is parked, or not known yet
+
+
+def hold(queue: Queue, moment: Hashable) -> Shareable:
+    """The queue in which a moment of this name holds the blocks of all running requests.
+
+    What is in that queue, and in the batch whose requests `kept` so many blocks, is what there is to remember.
+    """
+    assert moment not in queue.moments, "two moments of one name"
+    shareable = give_up_open_blocks(queue, range(len(queue.running)))
+    queue = shareable.queue
+    blocks = tuple([frozen(np.unique(_held(queue.running, group))) for group in range(len(queue.pools))])
+    pools = tuple([retain(pool, ids) for pool, ids in zip(queue.pools, blocks, strict=True)])
+    moments = MappingProxyType({**queue.moments, moment: blocks})
+    return Shareable(replace(queue, pools=pools, moments=moments), shareable.kept)
+
+
+def let_go(queue: Queue, moment: Hashable) -> Queue:
+    """The queue in which no moment of this name holds anything."""
+    blocks = queue.moments.get(moment)
+    if blocks is None:
+        return queue
+    pools = tuple([release(pool, ids) for pool, ids in zip(queue.pools, blocks, strict=True)])
+    left = MappingProxyType({name: ids for name, ids in queue.moments.items() if name != moment})
+    return replace(queue, pools=pools, moments=left)
+
+
+def go_back(queue: Queue, then: Queue) -> Queue:
+    """The queue that there was then, with the blocks, the prefix cache and the parameters that there are now.
+
+    `then` is the queue of a moment that still holds its blocks. Where the parameters have changed since and KV was not
+    to be kept, its requests wait to be computed anew.
+    """
+    groups = range(len(queue.pools))
+    pools = [
+        retain(pool, _held(then.running, group)) for pool, group in zip(queue.pools, groups, strict=True)
+    ]
+    pools = [release(pool, _held(queue.running, group)) for pool, group in zip(pools, groups, strict=True)]
+    now = queue.kv_version
+    back = replace(then, pools=tuple(pools), moments=queue.moments)
+    if now == then.kv_version:
+        return back
+    back = set_version(back, now.version, keep_kv=now.root == then.kv_version.root)
+    return replace(back, kv_version=now)
+
+
+def fork(
+    queue: Queue, req_id: str, new_req_id: str, *, arrival: int, stream: int | None, has_row: bool = True
+) -> Forked:
+    """The queue with a new request of the same history as a live one: its tokens, blocks and parameters.
+
+    Tokens that are still on their way to the parent come to the fork too. From the next one on it draws from `stream`,
+    or from its parent's if that is None.
+    `has_row` says whether the batch has a row to give: without, the fork runs once all its tokens are known.
+
+    Raises:
+        InvalidRequestError: the parent neither runs nor waits.
+        DuplicateRequestError: the new id is in use.
+        OutOfRowsError: the parent runs, and no row is left.
+        OutOfBlocksError: the parent runs, and no block is left for what is not shared.
+    """
+    ticket = queue.live.get(req_id)
+    if ticket is None:
+        raise InvalidRequestError(f"fork of {req_id!r}: no such request waits or runs; it may have ended")
+    if new_req_id in queue.live:
+        raise DuplicateRequestError(
+            f"fork of {req_id!r} as {new_req_id!r}: this id is in use, choose another one"
+        )
+    waits = queue.waiting.states.get(ticket)
+    if (
+        waits is not None and waits.num_cached_tokens is None
+    ):  # it has never run: there is nothing to share yet
+        own = _request(waits, new_req_id, arrival, stream)
+        return Forked(add(queue, replace(own, fork_of=req_id)), {}, has_run=False, goes_on=False)
+    if waits is None:
+        row = int(np.flatnonzero(queue.running.facts.ticket == ticket)[0])
+        shareable = give_up_open_blocks(queue, [row])
+        queue, kept = shareable.queue, shareable.kept
+        goes_on = has_row and bool(queue.running.counts.ran[row])
+        own = _request(queue.running.states[row], new_req_id, arrival, stream)
+        queue = _run_along(queue, row, own, goes_on)
+    else:
+        kept, goes_on = {}, False
+        queue = _wait_along(queue, waits, _request(waits, new_req_id, arrival, stream))
+    news, new_ticket = queue.news, queue.next_ticket
+    queue = replace(
+        queue,
+        live=queue.live.with_items([(new_req_id, new_ticket)]),
+        next_ticket=new_ticket + 1,
+        in_flight=tuple([_with_fork(step, ticket, new_ticket) for step in queue.in_flight]),
+        news=replace(
+            news,
+            finished_req_ids=news.finished_req_ids
+            - {new_req_id},  # the batch learns by the fork who has the id now
+            preempted_req_ids=news.preempted_req_ids - {new_req_id},
+        ),
+    )
+    return Forked(queue, kept, has_run=True, goes_on=goes_on)
+
+
+def _request(parent: RequestState, req_id: str, arrival: int, stream: int | None) -> Request:
+    own = parent.request.stream if stream is None else stream
+    return replace(parent.request, req_id=req_id, arrival=arrival, stream=own, fork_of=None)
+
+
+def _run_along(queue: Queue, row: int, request: Request, goes_on: bool) -> Queue:
+    """The queue in which this request runs beside the one in the row, which has no open block."""
+    config, log = queue.config, queue.log
+    parent, residence = queue.running.states[row], queue.running.residences[row]
+    num_rows = config.max_num_reqs - num_held_rows(queue)
+    if len(queue.running) >= num_rows:
+        raise OutOfRowsError(
+            f"fork of {parent.request.req_id!r} as {request.req_id!r}: {len(queue.running)} requests run, and there "
+            f"are rows for {num_rows} of max_num_reqs={config.max_num_reqs} now (others belong to steps on their way): "
+            "wait for one to end, or abort one"
+        )
+    for group, (pool, source) in enumerate(zip(queue.pools, residence.sources, strict=False)):
+        if source is not None and not pool.num_available:
+            raise OutOfBlocksError(
+                f"fork of {parent.request.req_id!r} as {request.req_id!r}: its last block is not full and has to be "
+                f"copied, and all {config.num_blocks[group] - 1} blocks of KV group {group} are held: abort a request, "
+                "or drop a moment"
+            )
+    pools = [retain(pool, held_by(residence, group)) for group, pool in enumerate(queue.pools)]
+    num_computed = int(queue.running.counts.num_computed[row])
+    twin = RequestState(
+        request=request,
+        ticket=queue.next_ticket,
+        tokens=tokens_of(queue, row),
+        parent=None,
+        num_cached_tokens=min(num_computed, len(request.prompt_token_ids)),
+        chain=parent.chain,
+    )
+    own = Residence(
+        slot=log.free_slots[-1],
+        log_start=log.num_lines,
+        blocks=residence.blocks,
+        num_borrowed=tuple([len(blocks) for blocks in residence.blocks]),
+        num_offered=residence.num_offered,
+        may_offer=residence.may_offer,
+        sources=residence.sources,
+    )
+    return replace(
+        queue,
+        running=add_twin(queue.running, row, twin, own, ran=goes_on),
+        pools=tuple(pools),
+        log=TokenLog(log.lines, log.width, log.free_slots[:-1]),
+    )
+
+
+def _wait_along(queue: Queue, parent: RequestState, request: Request) -> Queue:
+    """The queue in which this request waits beside one that was preempted."""
+    state = replace(parent, request=request, ticket=queue.next_ticket, parent=None)
+    waiting = queue.waiting
+    states = waiting.states.with_items([(state.ticket, state)])
+    return replace(queue, waiting=Waiting(states, push(waiting.line, in_line(state)), waiting.forks))
+
+
+def _with_fork(step: StepInFlight, parent: int, ticket: int) -> StepInFlight:
+    """The step whose output is news of the fork too, if it is of the parent."""
+    place = np.flatnonzero(step.ticket == parent)
+    if not len(place):
+        return step
+    entry = np.arange(len(step.ticket)) if step.entry is None else step.entry
+    return StepInFlight(
+        req_ids=step.req_ids,
+        ticket=frozen(np.append(step.ticket, np.int64(ticket))),
+        num_computed=frozen(np.append(step.num_computed, step.num_computed[place])),
+        samples=frozen(np.append(step.samples, step.samples[place])),
+        entry=frozen(np.append(entry, entry[place])),
+    )
+
+
+def _held(running: Running, group: int) -> NDArray[np.int32]:
+    """What running requests hold of a KV group: a block as often as it has holders among them."""
+    held = [held_by(residence, group)[::-1] for residence in running.residences]
+    return np.concatenate(held) if held else empty_column(0, np.int32)

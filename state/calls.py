@@ -1,0 +1,58 @@
+"""`Call`: the prompts of one `generate` or `stream`, while they run among others."""
+
+from collections.abc import Mapping
+
+import attrs
+
+from purestep.pure.errors import StaleStateError
+from purestep.state.results import RequestOutput
+from purestep.state.turns import Turns
+
+
+@attrs.define
+class Call:
+    """Prompts that were submitted together; by number those that were not refused, and those still to end."""
+
+    turns: Turns
+    names: tuple[str, ...]
+    own: Mapping[int, str]
+    refused: Mapping[str, RequestOutput]
+    left: set[int] = attrs.field(init=False)
+    _num_rewinds: int = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.left = set(self.own)
+        self._num_rewinds = self.turns.num_rewinds
+
+    def turn(self) -> list[int]:
+        """Those that there is news of, by number: the engine takes a turn if there is none yet.
+
+        Raises:
+            StaleStateError: the engine was rewound to a moment at which they had not begun.
+        """
+        if self._num_rewinds != self.turns.num_rewinds:
+            self._go_on_from_there()
+        if not any(number in self.own for number in self.turns.now.book.news):
+            self.turns.turn()
+        return [number for number in self.turns.now.book.news if number in self.own]
+
+    def taken(self, numbers: list[int]) -> None:
+        """The caller has what there is to tell of these."""
+        book = self.turns.now.book
+        self.left.difference_update(number for number in numbers if book.is_over(number))
+        self.turns.told(numbers)
+
+    def _go_on_from_there(self) -> None:
+        """Prompts that were running at the moment are to end again; those that have not ended must be among them."""
+        submissions = self.turns.now.book.submissions
+        there = {
+            number
+            for number in self.own
+            if (known := submissions.get(number)) and known.req_id == self.own[number]
+        }
+        if gone := self.left - there:
+            raise StaleStateError(
+                f"request {self.own[min(gone)]!r} of this call is gone: the engine was rewound to a moment at which it "
+                "had not begun. Rewind after the call, or remember after its beginning"
+            )
+        self.left, self._num_rewinds = there, self.turns.num_rewinds

@@ -1,0 +1,176 @@
+"""A step as two launches: `execute` up to logits, `sample` from there on; what lies between is under a lease too.
+
+In between the host may look at the tensors, wait for a grammar's masks, or schedule. Whole captured steps are one
+launch; of graphs only those of the model's pieces take part here.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from purestep.pure import step
+from purestep.pure.dispatch import dispatch
+from purestep.pure.errors import StaleStateError
+from purestep.pure.forward import compute_logits
+from purestep.pure.grammar import GrammarMask, apply_grammar
+from purestep.pure.models.model import apply
+from purestep.pure.padding import pad_batch
+from purestep.pure.prompt_logprobs import PromptChunk, score_prompt
+from purestep.pure.records.batch import InputBatch
+from purestep.pure.records.dispatch import CUDAGraphMode, DispatchKeys
+from purestep.pure.records.outputs import LogprobsTensors
+from purestep.pure.records.plan import StepPlan
+from purestep.pure.records.state import ExecuteModelState
+from purestep.state.graphs import GraphKey
+from purestep.state.lease import Leased, Lender
+from purestep.state.pending import Pending
+from purestep.state.run import BoundStep, begin
+from purestep.state.staging import upload
+
+NO_WHOLE_STEPS = frozenset({CUDAGraphMode.FULL})
+
+
+class Executed:
+    """A lease on what lies between the halves of a step: logits, hidden states, and the state itself."""
+
+    __slots__ = ("_executed", "_leased")
+
+    def __init__(self, leased: Leased, executed: ExecuteModelState) -> None:
+        self._leased = leased
+        self._executed = executed
+
+    @property
+    def batch(self) -> InputBatch:
+        """The batch that runs, with its padding."""
+        return self._leased.absorbed
+
+    @property
+    def generation(self) -> int:
+        """The launch that made it."""
+        return self._leased.generation
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether it can still be sampled."""
+        return self._leased.is_valid
+
+    @property
+    def value(self) -> ExecuteModelState:
+        """The tensors, which the next launch overwrites.
+
+        Raises:
+            StaleStateError: it was sampled, or a later step ran.
+        """
+        self._leased.value  # noqa: B018  # checks the lease
+        return self._executed
+
+    def is_on(self, buffers: Lender) -> bool:
+        """Whether it is on these buffers."""
+        return self._leased.is_on(buffers)
+
+    def __repr__(self) -> str:
+        if not self.is_valid:
+            return f"ExecuteModelState(~consumed at step {self.generation}~)"
+        return f"Executed(ExecuteModelState at step {self.generation}: {len(self.batch.req_ids)} requests)"
+
+
+def execute(bound: BoundStep, leased: Leased, plan: StepPlan, *, key: GraphKey | None = None) -> Executed:
+    """The step up to logits: the lease is consumed, and comes back when the result is sampled.
+
+    With a `key` of captured pieces (see `dispatched`), the plan's batch is padded to its descriptor.
+
+    An exception half-way leaves the buffers unusable until `buffers.lease()`, since part of them may be written.
+
+    Raises:
+        StaleStateError, PlanBaseError, DispatchError: as `run`; the lease stays good.
+    """
+    with torch.no_grad():
+        state = begin(bound, leased, (plan,))
+        call: Any = apply
+        if key is not None:
+            assert bound.captured is not None, "a key was given for a step without graphs"
+            call = bound.captured.pieces(key).call
+        executed = step.execute(bound.model, bound.prepared, state, kernels=bound.kernels, call=call)
+    return Executed(bound.buffers.adopt(executed.state, plan.batch), executed)
+
+
+def sample(
+    bound: BoundStep, executed: Executed, *, grammar: GrammarMask | None = None
+) -> tuple[Leased, Pending]:
+    """The step from logits on: the next lease, and the step's output on its way.
+
+    A grammar's masks come first, on the logits as the model gave them.
+
+    An exception half-way leaves the buffers unusable until `buffers.lease()`.
+
+    Raises:
+        StaleStateError: it was sampled before, or is on other buffers.
+    """
+    value, buffers = _checked(bound, executed), bound.buffers
+    buffers.begin(executed.generation)
+    with torch.no_grad():
+        if grammar is not None:
+            mask = GrammarMask(
+                *(upload(part, buffers.device) for part in (grammar.bitmask, grammar.mask_of_row))
+            )
+            value = apply_grammar(value, mask, kernels=bound.kernels)
+        state, output = step.sample(value, kernels=bound.kernels)
+        pending = Pending(executed.batch, output)
+    return buffers.adopt(state, executed.batch), pending
+
+
+def take_in(bound: BoundStep, leased: Leased, plan: StepPlan) -> Leased:
+    """The plan taken in, and no step run: blocks are zeroed and copied, and the next plan starts from its batch.
+
+    Raises:
+        StaleStateError, PlanBaseError, DispatchError: as `run`; the lease stays good.
+    """
+    with torch.no_grad():
+        state = begin(bound, leased, (plan,))
+    return bound.buffers.adopt(state, plan.batch)
+
+
+def prompt_logprobs(
+    bound: BoundStep, executed: Executed, chunks: Sequence[PromptChunk]
+) -> tuple[LogprobsTensors, ...]:
+    """The rows of each chunk, on the device: of the logits as the model gives them, whatever the sampler does.
+
+    Raises:
+        StaleStateError: it was sampled already, or is on other buffers.
+    """
+    value, device = _checked(bound, executed), bound.buffers.device
+    scores = []
+    with torch.no_grad():
+        for chunk in chunks:
+            targets = upload(np.array(chunk.targets, np.int32), device)
+            rows = torch.arange(chunk.first_token, chunk.first_token + len(targets), device=device)
+            logits = compute_logits(
+                bound.model, bound.prepared, value.hidden_states, rows, kernels=bound.kernels
+            )
+            scores.append(
+                score_prompt(logits, targets, num_logprobs=chunk.num_logprobs, kernels=bound.kernels)
+            )
+    return tuple(scores)
+
+
+def dispatched(
+    bound: BoundStep, keys: DispatchKeys | None, batch: InputBatch, absorbed: InputBatch
+) -> tuple[InputBatch, GraphKey | None]:
+    """The batch as the device is to see it, and the captured pieces that run it; without any, the batch as it is."""
+    if bound.captured is None or keys is None:
+        return batch, None
+    mode, descriptor = dispatch(keys, batch.layout.bounds.num_tokens, invalid_modes=NO_WHOLE_STEPS)
+    key = GraphKey(descriptor, None)
+    if mode is not CUDAGraphMode.PIECEWISE or key not in bound.captured:
+        return batch, None
+    return pad_batch(batch, descriptor, before=absorbed.layout), key
+
+
+def _checked(bound: BoundStep, executed: Executed) -> ExecuteModelState:
+    if not executed.is_on(bound.buffers):
+        raise StaleStateError(
+            "this ExecuteModelState is on other buffers than the step is bound to: sample it with the step that made it"
+        )
+    return executed.value

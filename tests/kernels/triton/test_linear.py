@@ -1,0 +1,160 @@
+"""Products with norm, residual, bias and activation in one pass: the reference's values within their type's rounding."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from purestep.kernels.record import replace
+from purestep.kernels.reference import reference
+from tests.kernels.triton.cases import relative_error
+from tests.kernels.triton.device import DEVICE, NARROW, few, quiet
+from tests.laws import assert_pure, equal
+
+import purestep.kernels.triton.linear  # isort: skip
+from purestep.kernels.triton import cuda_donating  # isort: skip
+from purestep.kernels.triton.gemv import GemvTile, gemv  # isort: skip
+from purestep.kernels.triton.linear import MOST_TOKENS, linear  # isort: skip
+from purestep.kernels.triton.skinny import SkinnyTile, skinny  # isort: skip
+
+pytestmark = quiet
+
+OURS = cuda_donating()
+# Norm-wise, against float64 from the same rounded parts: a rounding of the result, and of what lies between.
+ERROR = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+DTYPES = tuple(ERROR)
+TOKENS = st.sampled_from([1, 2, 3, 8, MOST_TOKENS, MOST_TOKENS + 1])
+WIDTHS = st.sampled_from([8, 24, 64, 200, 512, 1024 + 512])
+OUTS = st.sampled_from([1, 5, 24, 70])
+
+
+def normal(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
+    return torch.randn(shape, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(seed)).to(dtype)
+
+
+def wide(*tensors: Tensor | None) -> list[Any]:
+    return [None if x is None else x.double() for x in tensors]
+
+
+def assert_close(ours: Tensor, expected: Tensor) -> None:
+    assert ours.shape == expected.shape
+    assert relative_error(ours, expected) < ERROR[ours.dtype]
+
+
+@few(12)
+@given(TOKENS, WIDTHS, OUTS, st.booleans(), st.sampled_from(DTYPES), st.integers(0, 2**31))
+def test_linear(tokens: int, width: int, outs: int, has_bias: bool, dtype: torch.dtype, seed: int) -> None:
+    x, weight = normal(tokens, width, dtype=dtype, seed=seed), normal(outs, width, dtype=dtype, seed=seed + 1)
+    bias = normal(outs, dtype=dtype, seed=seed + 2) if has_bias else None
+    ours = assert_pure(OURS.linear, x, weight, bias)
+    assert ours.dtype == dtype
+    assert_close(ours, reference.linear(*wide(x, weight, bias)))
+
+
+@few(12)
+@given(TOKENS, WIDTHS, OUTS, st.booleans(), st.sampled_from(DTYPES), st.integers(0, 2**31))
+def test_norm_linear(tokens: int, width: int, outs: int, adds: bool, dtype: torch.dtype, seed: int) -> None:
+    """The sum is the reference's to the bit, and what is normed is what the reference norms."""
+    x, gain = normal(tokens, width, dtype=dtype, seed=seed), normal(width, dtype=dtype, seed=seed + 1)
+    residual = normal(tokens, width, dtype=dtype, seed=seed + 2) if adds else None
+    weight, bias = normal(outs, width, dtype=dtype, seed=seed + 3), normal(outs, dtype=dtype, seed=seed + 4)
+    ours, total = assert_pure(OURS.norm_linear, OURS, x, residual, gain, 1e-5, weight, bias)
+    _, expected_total = reference.norm_linear(reference, x, residual, gain, 1e-5, weight, bias)
+    assert equal(total, expected_total)
+    normed = reference.rms_norm(expected_total, gain, 1e-5)
+    assert_close(ours, reference.linear(*wide(normed, weight, bias)))
+
+
+@few(12)
+@given(TOKENS, WIDTHS, OUTS, st.booleans(), st.sampled_from(DTYPES), st.integers(0, 2**31))
+def test_norm_gate_up(tokens: int, width: int, outs: int, adds: bool, dtype: torch.dtype, seed: int) -> None:
+    x, gain = normal(tokens, width, dtype=dtype, seed=seed), normal(width, dtype=dtype, seed=seed + 1)
+    residual = normal(tokens, width, dtype=dtype, seed=seed + 2) if adds else None
+    weight = normal(2 * outs, width, dtype=dtype, seed=seed + 3) * width**-0.5
+    ours, total = assert_pure(OURS.norm_gate_up, OURS, x, residual, gain, 1e-5, weight)
+    _, expected_total = reference.norm_gate_up(reference, x, residual, gain, 1e-5, weight)
+    assert equal(total, expected_total)
+    normed = reference.rms_norm(expected_total, gain, 1e-5)
+    assert_close(ours, reference.silu_and_mul(reference.linear(*wide(normed, weight, None))))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2, 2), (1, 1)])
+def test_any_leading_dimensions(shape: tuple[int, ...]) -> None:
+    x, weight = normal(*shape, 64, dtype=torch.bfloat16, seed=0), normal(10, 64, dtype=torch.bfloat16, seed=1)
+    assert_close(OURS.linear(x, weight), reference.linear(*wide(x, weight)))
+    ours, total = OURS.norm_gate_up(OURS, x, x, weight[0], 1e-5, weight)
+    expected, _ = reference.norm_gate_up(reference, x, x, weight[0], 1e-5, weight)
+    assert total.shape == x.shape
+    assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("weight_first", [False, True])
+@pytest.mark.parametrize("tokens", [16, 32])
+def test_rows_know_nothing_of_each_other(tokens: int, weight_first: bool) -> None:
+    """Whatever the others are, and wherever it stands, a row has the same bits; in tiles of any shape."""
+    tile = SkinnyTile(tokens, 16, 64, 4, 2, weight_first)
+    x, weight = normal(9, 200, dtype=torch.bfloat16, seed=0), normal(40, 200, dtype=torch.bfloat16, seed=1)
+    result = skinny(x, weight, gated=True, tile=tile)
+    order = torch.tensor([4, 8, 2], device=DEVICE)
+    assert equal(skinny(x[order], weight, gated=True, tile=tile), result[order])
+    expected = reference.silu_and_mul(reference.linear(*wide(x, weight)))
+    assert_close(result, expected)
+
+
+@pytest.mark.parametrize("tile", [GemvTile(1, 64, 4), GemvTile(8, 128, 4), GemvTile(4, 256, 8)])
+def test_one_row_in_tiles_of_any_shape(tile: GemvTile) -> None:
+    """Columns that a tile divides and that it does not, rows that end within a tile."""
+    x, weight = normal(200, dtype=torch.float16, seed=0), normal(14, 200, dtype=torch.float16, seed=1)
+    residual = normal(200, dtype=torch.float16, seed=2)
+    ours, total = gemv(x, weight, residual=residual, gated=True, tile=tile)
+    assert equal(total, residual + x)
+    expected = reference.silu_and_mul(reference.linear(*wide(total, weight)))
+    assert relative_error(ours, expected) < 2**-10
+
+
+def test_nan_is_passed_on() -> None:
+    x, weight = normal(3, 64, dtype=torch.bfloat16, seed=0), normal(10, 64, dtype=torch.bfloat16, seed=1)
+    x[1, 5] = torch.nan
+    isnan = OURS.norm_gate_up(OURS, x, x, weight[0], 1e-5, weight)[0].isnan()
+    assert isnan[1].all() and not isnan[[0, 2]].any()
+    assert OURS.norm_gate_up(OURS, x[1:2], None, weight[0], 1e-5, weight)[0].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_what_no_kernel_of_ours_takes_is_torchs(dtype: torch.dtype) -> None:
+    """float64, and a weight that does not lie row by row."""
+    x, weight = normal(1, 64, dtype=dtype, seed=0), normal(64, 10, dtype=dtype, seed=1).T
+    assert equal(linear(x, weight), torch.nn.functional.linear(x, weight))
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_a_part_that_was_replaced_is_used(tokens: int) -> None:
+    """A set with another `linear` or norm is composed of its parts."""
+    x, weight = normal(tokens, 64, dtype=torch.bfloat16, seed=0), normal(10, 64, dtype=torch.bfloat16, seed=1)
+
+    def doubled(*arguments: Any) -> Tensor:
+        return 2 * reference.linear(*arguments)
+
+    kernels = replace(OURS, linear=doubled)
+    ours, _ = kernels.norm_linear(kernels, x, None, weight[0], 1e-5, weight)
+    assert_close(ours, 2 * reference.norm_linear(reference, x, None, weight[0], 1e-5, weight)[0])
+    kernels = replace(OURS, rms_norm=lambda x, gain, eps: 0 * x)
+    for fused in (kernels.norm_linear, kernels.norm_gate_up):
+        assert not fused(kernels, x, None, weight[0], 1e-5, weight)[0].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("tokens", [1, 2, 8, 16])
+@pytest.mark.parametrize("width", [1024, 2048, 3072, 4096, 8192, 14336])
+def test_shapes_of_models_against_float64(dtype: torch.dtype, tokens: int, width: int) -> None:
+    x, weight = normal(tokens, width, dtype=dtype, seed=0), normal(4096, width, dtype=dtype, seed=1)
+    assert_close(OURS.linear(x, weight), reference.linear(*wide(x, weight)))
+    gain = normal(width, dtype=dtype, seed=2)
+    ours, total = OURS.norm_gate_up(OURS, x, x, gain, 1e-5, weight * width**-0.5)
+    normed = reference.rms_norm(total, gain, 1e-5)
+    expected = reference.silu_and_mul(reference.linear(*wide(normed, weight * width**-0.5)))
+    assert_close(ours, expected)

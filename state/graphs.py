@@ -10,22 +10,24 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, Literal
 
 import attrs
 import torch
+from torch import Tensor
 
 from purestep.kernels.types import Kernels
 from purestep.pure.errors import CaptureError
 from purestep.pure.models.model import Model
 from purestep.pure.padding import capture_layout
-from purestep.pure.record import record
+from purestep.pure.record import record, replace
 from purestep.pure.records.dispatch import BatchExecution, CUDAGraphMode
-from purestep.pure.records.inputs import BatchDescriptor
+from purestep.pure.records.inputs import BatchDescriptor, StepInputs
 from purestep.pure.records.layout import SamplerShape
 from purestep.pure.records.outputs import StepOutput
 from purestep.pure.records.params import Params
-from purestep.pure.records.state import StepState
-from purestep.pure.step import unroll
+from purestep.pure.records.state import ExecuteModelState, StepState
+from purestep.pure.step import execute, sample, unroll
 from purestep.state.buffers import PersistentBuffers, leaves
 from purestep.state.graph_api import Graph, GraphApi
 from purestep.state.pieces import CapturedPieces, Places, capture_pieces
@@ -33,11 +35,21 @@ from purestep.state.pieces import CapturedPieces, Places, capture_pieces
 
 @record(static=True)
 class GraphKey:
-    """What was captured: steps with this sampler, or the model's pieces, which know nothing of sampling."""
+    """What was captured: steps with this sampler, or a half of one; without a sampler and whole, the model's pieces."""
 
     descriptor: BatchDescriptor
-    sampler: SamplerShape | None
+    sampler: SamplerShape | None  # None: whatever is sampled
     num_steps: int = 1
+    half: Literal["execute", "sample"] | None = None  # None: whole steps
+
+
+@record
+class Half:
+    """What a captured `execute` leaves at fixed addresses, where the captured `sample` finds it."""
+
+    inputs: StepInputs
+    logits: Tensor
+    hidden_states: Tensor
 
 
 @attrs.frozen
@@ -63,6 +75,7 @@ class CapturedSteps:
         self._graphs: dict[GraphKey, Graph] = {}
         self._pieces: dict[GraphKey, CapturedPieces] = {}
         self._places = Places()
+        self._execute: GraphKey | None = None  # the last one captured, while its samples may follow
         self._shapes: list[SamplerShape] = []  # those captured, the cheapest first
 
     def __contains__(self, key: GraphKey) -> bool:
@@ -95,26 +108,31 @@ class CapturedSteps:
         grow, so nothing has to be locked.
 
         Raises:
-            CaptureError: a step that returns a leaf of the state in fresh storage.
+            CaptureError: a step that returns a leaf of the state in fresh storage; a `sample` that does not follow the
+                `execute` whose logits it reads, or another such `sample`.
         """
         begun, num_bytes = time.monotonic(), self._api.num_bytes()
         with _frozen_gc(), self._buffers.put_back():
             for key in watch(keys):
                 if key in self:
                     continue
-                state = self._state(key)
-                if key.sampler is None:
+                if key.half == "execute":
+                    self._disown_execute()
+                    self._execute = key
+                if key.sampler is None and key.half is None:
                     self._pieces[key] = capture_pieces(
                         self._model,
                         self._params,
-                        state,
+                        self._state(key),
                         kernels=self._kernels,
                         api=self._api,
                         places=self._places,
                     )
                 else:
-                    self._graphs[key] = self._api.capture(self._recorded(state, key.num_steps))
+                    self._graphs[key] = self._api.capture(self._recorded(key))
+                if key.sampler is not None:
                     self._shapes = sorted({*self._shapes, key.sampler}, key=_cost)
+            self._disown_execute()
         seconds = time.monotonic() - begun
         return CaptureReport(len(self), seconds, self._api.num_bytes() - num_bytes)
 
@@ -128,11 +146,18 @@ class CapturedSteps:
         if execution.cudagraph_mode is CUDAGraphMode.PIECEWISE:
             key = GraphKey(execution.descriptor, None)
             return key if key in self._pieces and num_steps == 1 else None
+        return self._least(GraphKey(execution.descriptor, sampler, num_steps))
+
+    def sampling(self, executed: GraphKey, sampler: SamplerShape) -> GraphKey | None:
+        """The key of the captured `sample` behind this captured `execute`; None: sample eagerly."""
+        return self._least(replace(executed, sampler=sampler, half="sample"))
+
+    def _least(self, wanted: GraphKey) -> GraphKey | None:
+        assert wanted.sampler is not None
         for shape in self._shapes:
-            if covers(shape, sampler):
-                key = GraphKey(execution.descriptor, shape, num_steps)
-                if key in self._graphs:
-                    return key
+            key = replace(wanted, sampler=shape)
+            if covers(shape, wanted.sampler) and key in self._graphs:
+                return key
         return None
 
     def replay(self, key: GraphKey) -> tuple[StepOutput, ...]:
@@ -141,6 +166,13 @@ class CapturedSteps:
         graph.replay()
         outputs: tuple[StepOutput, ...] = graph.result
         return outputs
+
+    def replay_execute(self, key: GraphKey) -> Half:
+        """Run a step up to its logits; no other replay but that of its `sample` may come before they are used up."""
+        graph = self._graphs[key]
+        graph.replay()
+        half: Half = graph.result
+        return half
 
     def pieces(self, key: GraphKey) -> CapturedPieces:
         """The model's pieces, captured for this key's number of tokens."""
@@ -158,21 +190,53 @@ class CapturedSteps:
         sampler = SamplerShape() if key.sampler is None else key.sampler
         return self._buffers.laid_out(capture_layout(key.descriptor, self._buffers.limits, sampler=sampler))
 
-    def _recorded(self, state: StepState, num_steps: int) -> Callable[[], tuple[StepOutput, ...]]:
-        """The function to record: steps on the buffers."""
+    def _disown_execute(self) -> None:
+        """Let those that are captured from now on have the memory of the last `execute`: its samples are captured."""
+        if self._execute is not None:
+            self._graphs[self._execute].disown()
+            self._execute = None
 
-        def recorded() -> tuple[StepOutput, ...]:
-            with torch.no_grad():
-                after, outputs = unroll(self._model, self._params, state, num_steps, kernels=self._kernels)
-            for (name, old), (_, new) in zip(leaves(state), leaves(after), strict=True):
-                if old.data_ptr() != new.data_ptr():
-                    raise CaptureError(
-                        f"{name} came back in fresh storage ({new.nbytes:,} bytes): a graph would write there, and no "
-                        "step would read it. Give kernels that donate, such as cuda_donating()"
-                    )
+    def _recorded(self, key: GraphKey) -> Callable[[], Any]:
+        """The function to record on the buffers: steps, or a half of one."""
+        state, kernels = self._state(key), self._kernels
+        model, params = self._model, self._params
+
+        def steps() -> tuple[StepOutput, ...]:
+            after, outputs = unroll(model, params, state, key.num_steps, kernels=kernels)
+            _check_in_place(state, after)
             return outputs
 
-        return recorded
+        def executing() -> Half:
+            executed = execute(model, params, state, kernels=kernels)
+            _check_in_place(state, executed.state)
+            assert executed.logits is not None
+            return Half(executed.inputs, executed.logits, executed.hidden_states)
+
+        def sampling() -> tuple[StepOutput, ...]:
+            executed = ExecuteModelState(state, half.inputs, half.logits, half.hidden_states)
+            after, output = sample(executed, kernels=kernels)
+            _check_in_place(state, after)
+            return (output,)
+
+        if key.half == "sample":
+            before = replace(key, sampler=None, half="execute")
+            if before != self._execute:
+                raise CaptureError(
+                    f"a sample of {key.descriptor} is to be captured, and no execute of it was just before: give "
+                    f"{before} first in the same call, and all samples that read its logits behind it"
+                )
+            half: Half = self._graphs[before].result
+            return torch.no_grad()(sampling)
+        return torch.no_grad()(executing if key.half == "execute" else steps)
+
+
+def _check_in_place(state: StepState, after: StepState) -> None:
+    for (name, old), (_, new) in zip(leaves(state), leaves(after), strict=True):
+        if old.data_ptr() != new.data_ptr():
+            raise CaptureError(
+                f"{name} came back in fresh storage ({new.nbytes:,} bytes): a graph would write there, and no "
+                "step would read it. Give kernels that donate, such as cuda_donating()"
+            )
 
 
 def covers(captured: SamplerShape, wanted: SamplerShape) -> bool:

@@ -219,12 +219,21 @@ GREEDY_SHAPE = SamplerShape()
 RANDOM_SHAPE = SamplerShape(random=True, truncated=True)
 
 
-def graph_keys(keys: DispatchKeys) -> list[GraphKey]:
-    """What is captured before the first step: pieces, then full graphs, greedy and random; the largest first."""
-    found = []
+def graph_keys(keys: DispatchKeys, *, two_phase: bool = False) -> list[GraphKey]:
+    """What is captured before the first step: pieces, then full graphs, greedy and random; the largest first.
+
+    With `two_phase`, full graphs are those of the halves: each `execute`, and its samples behind it.
+    """
+    found, shapes = list[GraphKey](), (RANDOM_SHAPE, GREEDY_SHAPE)
     for mode, descriptors in capture_descriptors(keys):
-        shapes = (None,) if mode is CUDAGraphMode.PIECEWISE else (RANDOM_SHAPE, GREEDY_SHAPE)
-        found += [GraphKey(descriptor, shape) for descriptor in descriptors for shape in shapes]
+        for descriptor in descriptors:
+            if mode is CUDAGraphMode.PIECEWISE:
+                found.append(GraphKey(descriptor, None))
+            elif two_phase:
+                found.append(GraphKey(descriptor, None, half="execute"))
+                found += [GraphKey(descriptor, shape, half="sample") for shape in shapes]
+            else:
+                found += [GraphKey(descriptor, shape) for shape in shapes]
     return found
 
 

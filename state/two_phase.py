@@ -1,7 +1,7 @@
 """A step as two launches: `execute` up to logits, `sample` from there on; what lies between is under a lease too.
 
 In between the host may look at the tensors, wait for a grammar's masks, or schedule. Whole captured steps are one
-launch; of graphs only those of the model's pieces take part here.
+launch; the graphs that take part here are those of the halves, and of the model's pieces.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from purestep.pure import step
-from purestep.pure.dispatch import dispatch
+from purestep.pure.dispatch import determine_batch_execution_and_padding
 from purestep.pure.errors import StaleStateError
 from purestep.pure.forward import compute_logits
 from purestep.pure.grammar import GrammarMask, apply_grammar
@@ -29,17 +29,16 @@ from purestep.state.pending import Pending
 from purestep.state.run import BoundStep, begin
 from purestep.state.staging import upload
 
-NO_WHOLE_STEPS = frozenset({CUDAGraphMode.FULL})
-
 
 class Executed:
     """A lease on what lies between the halves of a step: logits, hidden states, and the state itself."""
 
-    __slots__ = ("_executed", "_leased")
+    __slots__ = ("_executed", "_leased", "key")
 
-    def __init__(self, leased: Leased, executed: ExecuteModelState) -> None:
+    def __init__(self, leased: Leased, executed: ExecuteModelState, key: GraphKey | None = None) -> None:
         self._leased = leased
         self._executed = executed
+        self.key = key  # of the graphs that made it, if any
 
     @property
     def batch(self) -> InputBatch:
@@ -79,7 +78,7 @@ class Executed:
 def execute(bound: BoundStep, leased: Leased, plan: StepPlan, *, key: GraphKey | None = None) -> Executed:
     """The step up to logits: the lease is consumed, and comes back when the result is sampled.
 
-    With a `key` of captured pieces (see `dispatched`), the plan's batch is padded to its descriptor.
+    With a `key` (see `dispatched`), the plan's batch is padded to its descriptor, and its graphs are replayed.
 
     An exception half-way leaves the buffers unusable until `buffers.lease()`, since part of them may be written.
 
@@ -88,12 +87,14 @@ def execute(bound: BoundStep, leased: Leased, plan: StepPlan, *, key: GraphKey |
     """
     with torch.no_grad():
         state = begin(bound, leased, (plan,))
-        call: Any = apply
-        if key is not None:
-            assert bound.captured is not None, "a key was given for a step without graphs"
-            call = bound.captured.pieces(key).call
-        executed = step.execute(bound.model, bound.prepared, state, kernels=bound.kernels, call=call)
-    return Executed(bound.buffers.adopt(executed.state, plan.batch), executed)
+        assert key is None or bound.captured is not None, "a key was given for a step without graphs"
+        if key is not None and key.half is not None:
+            half = bound.captured.replay_execute(key)  # type: ignore[union-attr]
+            executed = ExecuteModelState(state, half.inputs, half.logits, half.hidden_states)
+        else:
+            call: Any = apply if key is None else bound.captured.pieces(key).call  # type: ignore[union-attr]
+            executed = step.execute(bound.model, bound.prepared, state, kernels=bound.kernels, call=call)
+    return Executed(bound.buffers.adopt(executed.state, plan.batch), executed, key)
 
 
 def sample(
@@ -115,10 +116,24 @@ def sample(
             mask = GrammarMask(
                 *(upload(part, buffers.device) for part in (grammar.bitmask, grammar.mask_of_row))
             )
+            logits = value.logits
             value = apply_grammar(value, mask, kernels=bound.kernels)
-        state, output = step.sample(value, kernels=bound.kernels)
+            if executed.key is not None and executed.key.half is not None and value.logits is not logits:
+                logits.copy_(value.logits)  # type: ignore[union-attr, arg-type]  # where the graph reads them
+        key = _sampling(bound, executed)
+        if key is None:
+            state, output = step.sample(value, kernels=bound.kernels)
+        else:
+            state, (output,) = value.state, bound.captured.replay(key)  # type: ignore[union-attr]
         pending = Pending(executed.batch, output)
     return buffers.adopt(state, executed.batch), pending
+
+
+def _sampling(bound: BoundStep, executed: Executed) -> GraphKey | None:
+    """The captured `sample` behind a captured `execute`, if there is one for what this batch asks."""
+    if executed.key is None or executed.key.half is None or bound.captured is None:
+        return None
+    return bound.captured.sampling(executed.key, executed.batch.layout.bounds.sampler)
 
 
 def take_in(bound: BoundStep, leased: Leased, plan: StepPlan) -> Leased:
@@ -158,14 +173,15 @@ def prompt_logprobs(
 def dispatched(
     bound: BoundStep, keys: DispatchKeys | None, batch: InputBatch, absorbed: InputBatch
 ) -> tuple[InputBatch, GraphKey | None]:
-    """The batch as the device is to see it, and the captured pieces that run it; without any, the batch as it is."""
+    """The batch as the device is to see it, and the graphs that execute it; without any, the batch as it is."""
     if bound.captured is None or keys is None:
         return batch, None
-    mode, descriptor = dispatch(keys, batch.layout.bounds.num_tokens, invalid_modes=NO_WHOLE_STEPS)
-    key = GraphKey(descriptor, None)
-    if mode is not CUDAGraphMode.PIECEWISE or key not in bound.captured:
+    execution = determine_batch_execution_and_padding(keys, batch.layout.bounds)
+    half = "execute" if execution.cudagraph_mode is CUDAGraphMode.FULL else None
+    key = GraphKey(execution.descriptor, None, half=half)
+    if execution.cudagraph_mode is CUDAGraphMode.NONE or key not in bound.captured:
         return batch, None
-    return pad_batch(batch, descriptor, before=absorbed.layout), key
+    return pad_batch(batch, execution.descriptor, before=absorbed.layout), key
 
 
 def _checked(bound: BoundStep, executed: Executed) -> ExecuteModelState:

@@ -28,7 +28,7 @@ from purestep.pure.records.outputs import (
 from purestep.pure.records.sampling_params import SamplingParams
 from purestep.pure.records.scheduler_output import GrammarOutput
 from purestep.state.buffers import PersistentBuffers
-from purestep.state.graphs import GraphKey
+from purestep.state.setup import graph_keys
 from purestep.state.run import BoundStep
 from purestep.state.runner import GPUModelRunner
 from purestep.state.seams import KVConnector, RoutedExperts
@@ -138,12 +138,15 @@ def test_what_is_waited_for_says_what_is_said_at_once(
     assert told == sum(params.prompt_logprobs is not None for _, params in requests)
 
 
-def test_captured_pieces_give_the_same_tokens() -> None:
-    keys = dispatch_keys(DispatchConfig((2, 4, 8), 4), CUDAGraphMode.PIECEWISE)
+@pytest.mark.parametrize(
+    "mode", [CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL, CUDAGraphMode.FULL_AND_PIECEWISE]
+)
+def test_captured_pieces_and_halves_give_the_same_tokens(mode: CUDAGraphMode) -> None:
+    keys = dispatch_keys(DispatchConfig((2, 4, 8), 4), mode)
     api = FakeGraphs()
     own = runner(graph_api=api, dispatch_keys=keys, async_scheduling=True)
     assert own._bound.captured is not None
-    own._bound.captured.capture([GraphKey(d, None) for d in reversed(keys.piecewise.values())])
+    own._bound.captured.capture(graph_keys(keys, two_phase=True))
     requests = [([5, 9, 2], GREEDY), ([1, 1, 3, 8], KINDS[2])]
 
     assert served(own, requests, 1)[0] == served(runner(), requests, 0)[0]

@@ -9,7 +9,7 @@ from hypothesis import given
 
 from purestep.kernels.donating import donating
 from purestep.pure.dispatch import dispatch_keys
-from purestep.pure.errors import StaleStateError
+from purestep.pure.errors import CaptureError, StaleStateError
 from purestep.pure.grammar import GrammarMask
 from purestep.pure.models.initialize import random_params, tiny_config
 from purestep.pure.models.llama import llama
@@ -21,8 +21,8 @@ from purestep.pure.settle import settle
 from purestep.pure.strategies import ScheduledStep, schedules
 from purestep.pure.update import update_states
 from purestep.state.buffers import PersistentBuffers, leaves
-from purestep.state.graphs import GraphKey
 from purestep.state.run import BoundStep, run
+from purestep.state.setup import graph_keys
 from purestep.state.two_phase import Executed, dispatched, execute, prompt_logprobs, sample, take_in
 from tests.laws import digest
 from tests.profiles import examples
@@ -34,13 +34,14 @@ LIMITS = BatchLimits(max_num_reqs=3, max_model_len=24, vocab_size=VOCAB, block_s
 CONFIG = tiny_config(vocab_size=VOCAB)
 MODEL, PARAMS = llama(CONFIG), random_params(CONFIG, std=0.5)
 KEYS = dispatch_keys(DispatchConfig((2, 4, 8, 16, 48), 3), CUDAGraphMode.PIECEWISE)
+HALVES = dispatch_keys(DispatchConfig((2, 4, 8, 16, 48), 3), CUDAGraphMode.FULL)
 
 
-def bound_step(*, captured: bool = False) -> BoundStep:
-    api = FakeGraphs() if captured else None
+def bound_step(keys: DispatchKeys | None = None) -> BoundStep:
+    api = None if keys is None else FakeGraphs()
     bound = BoundStep(PersistentBuffers(MODEL, LIMITS), MODEL, PARAMS, donating, api)
-    if bound.captured is not None:
-        bound.captured.capture([GraphKey(d, None) for d in reversed(KEYS.piecewise.values())])
+    if bound.captured is not None and keys is not None:
+        bound.captured.capture(graph_keys(keys, two_phase=True))
     return bound
 
 
@@ -55,13 +56,13 @@ def begun(bound: BoundStep) -> Executed:
     return execute(bound, leased, plan_step(first_batch(), leased.absorbed))
 
 
-@pytest.mark.parametrize("keys", [None, KEYS], ids=["eager", "pieces"])
+@pytest.mark.parametrize("keys", [None, KEYS, HALVES], ids=["eager", "pieces", "halves"])
 def test_execute_and_sample_are_run(keys: DispatchKeys | None, unchecked_records: None) -> None:
     @examples(0.1)
     @given(schedules(LIMITS, max_num_steps=8))
     def check(steps: Sequence[ScheduledStep]) -> None:
         """Every output and every byte that anybody reads, whatever is scheduled; with captured pieces too."""
-        whole, halves = bound_step(), bound_step(captured=keys is not None)
+        whole, halves = bound_step(), bound_step(keys)
         batch, one, two = InputBatch.make_empty(LIMITS), whole.buffers.lease(), halves.buffers.lease()
         for step in steps:
             batch = update_states(batch, step.output)
@@ -178,3 +179,41 @@ def test_a_plan_can_be_taken_in_without_a_step() -> None:
     assert torch.equal(leased.value.ledger.table, tokens)
     assert all(kv[1].any() for kv in leased.value.kv)
     assert leased.absorbed is batch
+
+
+def test_masks_apply_between_captured_halves() -> None:
+    """The captured sample reads the logits that were masked, and one that was not captured runs eagerly on them."""
+    words = np.zeros((1, 2), np.int32)
+    words[0, 1] = 1 << 5  # token 37 alone
+    mask = GrammarMask(words, np.array([0, -1], np.int32))
+    for shapes in (None, []):
+        bound = bound_step(HALVES)
+        captured = bound.captured
+        assert captured is not None
+        if shapes is not None:
+            captured.clear()
+            captured.capture([key for key in graph_keys(HALVES, two_phase=True) if key.half == "execute"])
+        leased = bound.buffers.lease()
+        padded, key = dispatched(bound, HALVES, first_batch(), leased.absorbed)
+        assert key is not None and key.half == "execute"
+        executed = execute(bound, leased, plan_step(padded, leased.absorbed), key=key)
+        wide = GrammarMask(words, np.array([0, *[-1] * (len(executed.value.inputs.discard) - 1)], np.int32))
+
+        _, pending = sample(bound, executed, grammar=wide)
+
+        assert pending.result().sampled_token_ids[0, 0] == 37
+        unmasked = bound_step()
+        _, expected = sample(unmasked, begun(unmasked), grammar=mask)
+        assert (pending.result().sampled_token_ids[:2] == expected.result().sampled_token_ids).all()
+
+
+def test_a_sample_is_captured_behind_its_execute_only() -> None:
+    bound = bound_step(KEYS)
+    assert bound.captured is not None
+    execute_key, sample_key, *_ = graph_keys(HALVES, two_phase=True)
+
+    with pytest.raises(CaptureError, match="no execute of it was just before"):
+        bound.captured.capture([sample_key])
+    bound.captured.capture([execute_key])
+    with pytest.raises(CaptureError, match="all samples that read its logits behind it"):
+        bound.captured.capture([sample_key])

@@ -57,7 +57,7 @@ class Kernels:
 
     # the ends of a step; each is given the set itself first, and is defined by the set's other functions
     lay_out: Function  # (kernels, row_of_index, query_start_loc, ledger, token_ids, ...) -> inputs
-    advance: Function  # (kernels, ledger, token_ids, row_of_index, ...) -> ledger, token_ids, ...; donates both
+    advance: Function  # (kernels, ledger, token_ids, ...) -> ledger, token_ids, ...; donates both
     ragged_index: Function  # (query_start_loc, num_tokens) -> index, offset
     # state leaves
     write: Function  # (table, indices, values) -> table; donates table
@@ -73,9 +73,11 @@ class Kernels:
     rotate: Function  # (q, k, cos, sin) -> q, k
     silu_and_mul: Function  # (gate_up) -> silu(gate) * up
     attend: Attend
-    # parts of a layer in one pass; each is given the set itself first, and is defined by the set's other functions
-    norm_linear: Function  # (kernels, x, residual, gain, eps, weight, bias) -> linear of the norm, x + residual
+    # parts of a layer in one pass; each is given the set itself first, and is defined by the set's other functions;
+    # the norm is that of x + residual
+    norm_linear: Function  # (kernels, x, residual, gain, eps, weight, bias) -> linear of it, x + residual
     norm_gate_up: Function  # (kernels, x, residual, gain, eps, weight) -> silu(gate) * up of it, x + residual
+    logits: Function  # (kernels, x, weight) -> linear in float32 or wider
     attend_qkv: Function  # (kernels, qkv, kv, ...) -> out, kv: normed and turned heads attend; donates kv
     # sampling
     uniforms: Function  # (seed, stream, output_index, purpose, width) -> float32 [reqs, width] in (0, 1)
@@ -93,3 +95,4 @@ class Kernels:
     greedy: Function  # (logits) -> ids
     draw: Function  # (logits, exponential) -> ids
     gather_logprobs: Function  # (logprobs, ids, num_logprobs) -> ids, logprobs, ranks
+    gather_ids: Function  # (logprobs, ids) -> logprobs

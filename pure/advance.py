@@ -34,5 +34,7 @@ def advance(
         active=stays,
         has_nan=has_nan,
         logprobs_tensors=sampled.logprobs_tensors,
+        id_logprobs=sampled.id_logprobs,
+        kept_mass=sampled.kept_mass,
     )
     return replace(state, ledger=Ledger(table), token_ids=token_ids), output

@@ -45,7 +45,9 @@ def check_supported(new: NewRequestData) -> None:
     Raises:
         SchedulerOutputError: otherwise.
     """
-    brought = [name for name in ("pooling_params", "prompt_embeds") if getattr(new, name) is not None]
+    brought = [
+        name for name in ("pooling_params", "prompt_embeds", "lora_request") if getattr(new, name) is not None
+    ]
     brought += ["mm_features"] if len(new.mm_features) else []
     brought += [] if all(new.prompt_is_token_ids or ()) else ["prompt_is_token_ids"]
     if brought:

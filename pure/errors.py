@@ -25,6 +25,10 @@ class SchedulerOutputError(PurestepError, ValueError):
     """A SchedulerOutput that contradicts the batch it is applied to."""
 
 
+class ExtrasError(PurestepError, ValueError):
+    """A batch whose sampling takes more than its state holds, and that was not given it."""
+
+
 class OutOfBlocksError(PurestepError, RuntimeError):
     """No KV block is left where one must be had."""
 

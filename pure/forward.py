@@ -73,7 +73,7 @@ def compute_logits(
 
     Source: vllm/model_executor/layers/logits_processor.py.
     """
-    chosen = hidden[logits_indices]
+    chosen = hidden.index_select(0, logits_indices)
     if model.head is not None:
         (chosen,) = call(model.head, model.head.weights(params.tree), (chosen,), None, kernels=kernels)
     return chosen.to(torch.promote_types(chosen.dtype, torch.float32))

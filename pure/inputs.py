@@ -50,7 +50,8 @@ def build_attention_metadata(state: StepState, inputs: StepInputs) -> AttentionM
     groups = []
     for group, (table, size) in enumerate(zip(state.block_tables, state.block_sizes, strict=True)):
         num_blocks = min(-(-bounds.max_seq_len // size), table.shape[1])
-        groups.append(GroupMetadata(table[rows, :num_blocks], inputs.slot_mapping[group]))
+        own = table[:, :num_blocks].index_select(0, rows)
+        groups.append(GroupMetadata(own, inputs.slot_mapping[group]))
     return AttentionMetadata(
         query_start_loc=inputs.query_start_loc,
         seq_lens=inputs.seq_lens,

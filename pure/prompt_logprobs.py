@@ -7,17 +7,20 @@ found in the prefix cache tell nothing of those behind them, and their rows are 
 from collections.abc import Container, Sequence
 
 import numpy as np
+import torch
+import torch.utils._pytree as pytree
 from jaxtyping import Int
 from torch import Tensor
 
 from purestep.kernels.types import Kernels
 from purestep.pure.arrays import frozen
-from purestep.pure.record import record
+from purestep.pure.record import record, replace
 from purestep.pure.records.batch import InputBatch
 from purestep.pure.records.outputs import LogprobsTensors
 from purestep.pure.rows import occupied
 
 ABSENT_ID, ABSENT_RANK = -1, 0
+MAX_SCORED_ROWS = 128  # rows of logits that are there at once: those of a whole prompt may not fit the device
 
 
 @record(static=True)
@@ -70,6 +73,31 @@ def prompt_chunks(batch: InputBatch, req_ids: Container[str]) -> tuple[PromptChu
             )
         )
     return tuple(chunks)
+
+
+def slices(chunk: PromptChunk) -> tuple[PromptChunk, ...]:
+    """The chunk in parts of MAX_SCORED_ROWS at most; itself if it has no more."""
+    num_rows = len(chunk.targets)
+    if num_rows <= MAX_SCORED_ROWS:
+        return (chunk,)
+    return tuple(
+        replace(
+            chunk,
+            first_token=chunk.first_token + start,
+            first_row=chunk.first_row + start,
+            targets=chunk.targets[start : start + MAX_SCORED_ROWS],
+            is_last=chunk.is_last and start + MAX_SCORED_ROWS >= num_rows,
+        )
+        for start in range(0, num_rows, MAX_SCORED_ROWS)
+    )
+
+
+def joined(parts: Sequence[LogprobsTensors]) -> LogprobsTensors:
+    """The rows of a chunk's slices, one behind the other."""
+    if len(parts) == 1:
+        return parts[0]
+    rows: LogprobsTensors = pytree.tree_map(lambda *leaves: torch.cat(leaves), *parts)
+    return rows
 
 
 def score_prompt(

@@ -6,12 +6,16 @@ from torch import Tensor
 
 from purestep.kernels.record import record
 from purestep.kernels.types import Kernels
+from purestep.pure.errors import ExtrasError
 from purestep.pure.records.layout import SamplerShape
-from purestep.pure.records.outputs import LogprobsTensors, SampledTokens
+from purestep.pure.records.logits_processor import History
+from purestep.pure.records.outputs import KeptMass, LogprobsTensors, SampledTokens
+from purestep.pure.records.sampling_extras import SamplingExtras
 from purestep.pure.records.sampling_params import GREEDY_BELOW, LOGPROBS_MODES
 from purestep.pure.records.sampling_rows import FLOATS, INTS, TokenConstraints
 from purestep.pure.records.state import ExecuteModelState, StepState
 
+NOTHING = SamplingExtras()
 DRAW = 0  # the purpose of the noise that picks a token; drafts and their acceptance have others
 
 
@@ -33,13 +37,13 @@ class BatchParams:
 def batch_params(state: StepState) -> BatchParams:
     """What sampling needs to know of each request of the batch."""
     rows = state.layout.row_of_index
-    words = state.sampling.table[rows]
+    words = state.sampling.table.index_select(0, rows)
     return BatchParams(
-        floats=state.sampling.floats[rows],
+        floats=state.sampling.floats.index_select(0, rows),
         ints=words[:, : len(INTS)],
         banned_ids=words[:, len(INTS) :],
-        num_known_tokens=state.ledger.num_known_tokens[rows],
-        num_output_tokens=state.ledger.num_output_tokens[rows],
+        num_known_tokens=state.ledger.num_known_tokens.index_select(0, rows),
+        num_output_tokens=state.ledger.num_output_tokens.index_select(0, rows),
     )
 
 
@@ -48,28 +52,33 @@ def sample_tokens(
     *,
     kernels: Kernels,
     exponential: Float[Tensor, "reqs vocab"] | None = None,
+    extras: SamplingExtras | None = None,
 ) -> SampledTokens:
     """One token for every request of the batch, kept or not.
 
-    The order is upstream's: raw log-probabilities; allowed ids, bad words, min_tokens, bias, penalties;
-    temperature, min-p, top-k, top-p; the draw. Greedy rows take the largest logit of what stands before
-    temperature. A row's noise is a function of its seed, stream and output index alone; `exponential` puts given
-    Exp(1) draws in its place. Rows whose logits hold NaN or +inf have no distribution and are flagged, as are
-    those whose rules leave no token; -inf is how a model forbids one.
+    The order is upstream's: raw log-probabilities; allowed ids, bad words, min_tokens, bias, logits processors,
+    penalties; temperature, argmax-invariant processors, min-p, top-k, top-p; the draw. Greedy rows take the largest
+    logit of what stands before temperature. A row's noise is a function of its seed, stream and output index alone;
+    `exponential` puts given Exp(1) draws in its place. Rows whose logits hold NaN or +inf have no distribution and are
+    flagged, as are those whose rules leave no token; -inf is how a model forbids one.
 
+    Raises:
+        ExtrasError: a batch with logits processors or chosen ids, and no `extras`.
     Source: vllm/v1/sample/sampler.py.
     """
     assert executed.logits is not None
     state, logits = executed.state, executed.logits
     shape, params = state.layout.bounds.sampler, batch_params(state)
-    processed = _constrained(state, params, logits, kernels)
+    extras = _checked(shape, extras)
+    processed = _constrained(state, params, logits, extras, kernels)
     best = kernels.greedy(logits)
     peak = logits.gather(-1, best[:, None])[:, 0]  # NaN if any logit is, else +inf if any is
     tokens = best if processed is logits else kernels.greedy(processed)
     left = processed.gather(-1, tokens[:, None])[:, 0]  # -inf if nothing is allowed any more
-    final = processed
+    final = whole = processed
     if shape.random:
-        final = kernels.scale_by_temperature(processed, params["temperature"])
+        whole = kernels.scale_by_temperature(processed, params["temperature"])
+        final = whole = _process(state, params, whole, extras, argmax_invariant=True)
         if shape.truncated:
             final = kernels.truncate(final, params["top_k"], params["top_p"], params["min_p"])
         noise = _exponential(params, logits.shape[-1], kernels) if exponential is None else exponential
@@ -77,22 +86,35 @@ def sample_tokens(
         tokens = torch.where(params["temperature"] < GREEDY_BELOW, tokens, drawn)
     place = torch.arange(params.banned_ids.shape[1], device=tokens.device)
     is_stop = (params.banned_ids == tokens[:, None]) & (place < params["num_stop_ids"][:, None])
+    logprobs, id_logprobs = _logprobs(shape, params, (logits, processed, final), tokens, extras, kernels)
     return SampledTokens(
         token_ids=tokens.to(torch.int32),
         stops=is_stop.any(-1) & (params.num_output_tokens + 1 >= params["min_tokens"]),
         has_nan=~((peak < float("inf")) & (left > float("-inf"))),
-        logprobs_tensors=_logprobs(shape, params, (logits, processed, final), tokens, kernels),
+        logprobs_tensors=logprobs,
+        id_logprobs=id_logprobs,
+        kept_mass=_kept_mass(whole, final, tokens) if shape.kept_mass else None,
     )
 
 
-def _constrained(state: StepState, params: BatchParams, logits: Tensor, kernels: Kernels) -> Tensor:
+def _checked(shape: SamplerShape, extras: SamplingExtras | None) -> SamplingExtras:
+    if shape.extras and extras is None:
+        raise ExtrasError(
+            "the batch has requests with logits_processors or logprob_token_ids, and sampling was not given them: run "
+            "execute, then sample(executed, kernels=kernels, extras=sampling_extras(batch).to(device))"
+        )
+    return NOTHING if extras is None else extras
+
+
+def _constrained(
+    state: StepState, params: BatchParams, logits: Tensor, extras: SamplingExtras, kernels: Kernels
+) -> Tensor:
     """Logits after everything that comes before temperature."""
     shape, rows = state.layout.bounds.sampler, state.layout.row_of_index
+    lengths = params.num_known_tokens
+    prompt_lengths = lengths - params.num_output_tokens
     if shape.penalties or shape.constraints:
-        width = min(state.layout.bounds.max_seq_len, state.token_ids.shape[1])
-        history = state.token_ids[rows, :width]
-        lengths = params.num_known_tokens
-        prompt_lengths = lengths - params.num_output_tokens
+        history = state.token_ids[rows, : _width(state)]
     if shape.constraints and state.sampling.constraints is not None:
         rules = state.sampling.constraints
         index_of_row = _index_of_row(rows, state.sampling.table.shape[0])
@@ -105,10 +127,37 @@ def _constrained(state: StepState, params: BatchParams, logits: Tensor, kernels:
         logits = kernels.add_bias(logits, index_of_row[rules.bias_row], rules.bias_ids, rules.bias_values)
     elif shape.min_tokens:
         logits = _ban_until_min_tokens(params, None, None, logits, kernels)
+    logits = _process(state, params, logits, extras, argmax_invariant=False)
     if shape.penalties:
         weights = (params["repetition_penalty"], params["frequency_penalty"], params["presence_penalty"])
         logits = kernels.penalize(logits, history, prompt_lengths, lengths, *weights)
     return logits
+
+
+def _process(
+    state: StepState, params: BatchParams, logits: Tensor, extras: SamplingExtras, *, argmax_invariant: bool
+) -> Tensor:
+    """Logits as the processors of one of the two places leave them: each sees the rows of those who chose it."""
+    for processor in extras.processors:
+        if processor.argmax_invariant is argmax_invariant:
+            index = processor.index
+            lengths = params.num_known_tokens[index]
+            tokens = state.token_ids[state.layout.row_of_index[index], : _width(state)]
+            place = torch.arange(tokens.shape[1], device=tokens.device)
+            history = History(
+                token_ids=torch.where(place < lengths[:, None], tokens, 0),
+                prompt_lengths=lengths - params.num_output_tokens[index],
+                lengths=lengths,
+            )
+            own = logits[index].to(torch.promote_types(logits.dtype, torch.float32))
+            changed = processor.apply(own, history, processor.params)
+            logits = logits.index_copy(0, index, changed.to(logits.dtype))
+    return logits
+
+
+def _width(state: StepState) -> int:
+    """Entries of the tapes that may be known tokens."""
+    return min(state.layout.bounds.max_seq_len, state.token_ids.shape[1])
 
 
 def _ban_until_min_tokens(
@@ -147,19 +196,29 @@ def _exponential(params: BatchParams, vocab: int, kernels: Kernels) -> Tensor:
     return -uniform.log()  # type: ignore[no-any-return]
 
 
+def _kept_mass(whole: Tensor, final: Tensor, tokens: Tensor) -> KeptMass:
+    """Of logits before and after the cuts, [reqs, vocab]."""
+    dtype = torch.promote_types(final.dtype, torch.float32)
+    is_cut = (final == float("-inf")) & (whole > float("-inf"))
+    kept = torch.where(is_cut, float("-inf"), whole.log_softmax(-1, dtype=dtype)).logsumexp(-1)
+    drawn = final.log_softmax(-1, dtype=dtype).gather(-1, tokens[:, None].to(torch.int64))[:, 0]
+    return KeptMass(drawn_logprobs=drawn, log_mass=torch.where(is_cut.any(-1), kept, 0.0))
+
+
 def _logprobs(
     shape: SamplerShape,
     params: BatchParams,
     logits_on_the_way: tuple[Tensor, Tensor, Tensor],
     tokens: Tensor,
+    extras: SamplingExtras,
     kernels: Kernels,
-) -> LogprobsTensors | None:
-    """Values of the sampled and the likeliest tokens, each row by its own mode.
+) -> tuple[LogprobsTensors | None, Tensor | None]:
+    """Values of the sampled and the likeliest tokens, and of chosen ids, each row by its own mode.
 
     `logits_on_the_way` are those of the model, those that temperature was applied to, and those drawn from.
     """
-    if shape.num_logprobs is None:
-        return None
+    if shape.num_logprobs is None and extras.token_ids is None:
+        return None, None
     logits, processed, final = logits_on_the_way
     values = None
     for mode in shape.logprobs_modes:
@@ -170,5 +229,7 @@ def _logprobs(
             own = own + kernels.temperature_offset(processed, params["temperature"])
         wanted = params["logprobs_mode"] == LOGPROBS_MODES.index(mode)
         values = own if values is None else torch.where(wanted[:, None], own, values)
-    ids, chosen, ranks = kernels.gather_logprobs(values, tokens, shape.num_logprobs)
-    return LogprobsTensors(ids, chosen, ranks)
+    of_ids = None if extras.token_ids is None else kernels.gather_ids(values, extras.token_ids)
+    if shape.num_logprobs is None:
+        return None, of_ids
+    return LogprobsTensors(*kernels.gather_logprobs(values, tokens, shape.num_logprobs)), of_ids

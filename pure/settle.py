@@ -28,7 +28,7 @@ def settle(batch: InputBatch, stepped: InputBatch, output: StepOutput) -> InputB
     kept, computed, _ = host_columns(output, len(stepped.req_ids))
     rows = stepped.layout.row_of_index[: len(kept)].astype(np.intp)
     clock = Clock(batch.clock.num_begun, batch.clock.num_settled + 1)
-    if batch.rows.requests is not stepped.rows.requests:
+    if batch.forks or batch.rows.requests is not stepped.rows.requests:
         requests, entries = _told(batch, stepped, rows)
         rows, kept, computed = _rows_now(batch, requests), kept[entries], computed[entries]
         batch = _settle_parked(batch, requests, rows < 0, kept, computed)

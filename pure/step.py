@@ -19,6 +19,7 @@ from purestep.pure.record import replace
 from purestep.pure.records.layout import bucket
 from purestep.pure.records.outputs import StepOutput
 from purestep.pure.records.params import Params
+from purestep.pure.records.sampling_extras import SamplingExtras
 from purestep.pure.records.state import ExecuteModelState, StepState
 from purestep.pure.sampling import sample_tokens
 
@@ -50,12 +51,15 @@ def sample(
     *,
     kernels: Kernels,
     exponential: Float[Tensor, "reqs vocab"] | None = None,
+    extras: SamplingExtras | None = None,
 ) -> tuple[StepState, StepOutput]:
     """The step from logits to the next state; it gives back the state that `execute` consumed.
 
+    Raises:
+        ExtrasError: the batch has logits processors or chosen ids, and no `extras` (see `sampling_extras`).
     Source: vllm/v1/worker/gpu_model_runner.py sample_tokens.
     """
-    sampled = sample_tokens(executed, kernels=kernels, exponential=exponential)
+    sampled = sample_tokens(executed, kernels=kernels, exponential=exponential, extras=extras)
     return advance(executed.state, executed.inputs, sampled, kernels=kernels)
 
 

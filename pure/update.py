@@ -119,7 +119,6 @@ def _arriving(batch: InputBatch, new: NewRequestData) -> Parked:
         sampling_params=new.sampling_params,
         stream=new.stream,
         num_computed_tokens=new.num_computed_tokens,
-        lora_request=new.lora_request,
     )
     return Parked(request, tokens, tapes(batch, new.req_id, new.block_ids), new.num_computed_tokens)
 
@@ -251,7 +250,9 @@ def _lay_out(
 def _recent_forks(batch: InputBatch) -> tuple[Fork, ...]:
     """Those that the device has not heard of, or that unsettled steps have something to tell."""
     clock = batch.clock
-    return tuple([f for f in batch.forks if f.num_begun == clock.num_begun or f.num_begun > clock.num_settled])
+    return tuple(
+        [f for f in batch.forks if f.num_begun == clock.num_begun or f.num_begun > clock.num_settled]
+    )
 
 
 def _with_bound(columns: Columns, bound: NDArray[np.int32]) -> Columns:

@@ -3,7 +3,7 @@
 Samples have numbers that are never used twice, so that what a step brings finds them whatever became of their ids.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from types import MappingProxyType
 from typing import TypeVar
@@ -12,13 +12,15 @@ import attrs
 
 from purestep.pure.errors import DuplicateRequestError, InvalidRequestError
 from purestep.pure.persistent import Map
+from purestep.pure.prompt_logprobs import PromptScores
 from purestep.pure.record import record, replace
 from purestep.pure.records.outputs import StepOutput
 from purestep.pure.records.queue import Finished
 from purestep.pure.records.scheduler_output import NewRequestData
+from purestep.state.async_output import ScoredChunk
 from purestep.state.pending import Pending
 from purestep.state.results import RequestOutput
-from purestep.state.submission import Submission
+from purestep.state.submission import Submission, with_scores
 from purestep.state.transcript import Transcript, finish, push
 
 K = TypeVar("K")
@@ -26,6 +28,7 @@ V = TypeVar("V")
 
 UNSEEDED = 1 << 32  # streams of requests without a seed lie above those that a caller can name by position
 NOTHING: Mapping[int, None] = MappingProxyType({})
+NO_SCORES: Mapping[int, PromptScores] = MappingProxyType({})
 EMPTY = Map.make_empty(256)
 
 
@@ -45,7 +48,16 @@ class InFlight:
     req_ids: tuple[str, ...]
     numbers: tuple[int, ...]
     pending: Pending
+    prompts: tuple[ScoredChunk, ...] = ()  # parts of prompts that it scored
     heirs: tuple[Heir, ...] = ()
+
+    def scores(self) -> Mapping[int, PromptScores]:
+        """What it tells of prompts, by the rows of its output; it waits for that."""
+        rows = {req_id: row for row, req_id in enumerate(self.req_ids)} if self.prompts else {}
+        return {
+            rows[part.chunk.req_id]: PromptScores(part.chunk.first_row, part.rows.result())
+            for part in self.prompts
+        }
 
 
 @attrs.frozen
@@ -55,6 +67,7 @@ class Landed:
     step: InFlight
     output: StepOutput
     finished: tuple[Finished, ...]
+    scores: Mapping[int, PromptScores] = NO_SCORES  # of prompts, by the rows of the output
 
     def readers(self) -> Iterator[tuple[str, int, int]]:
         """Id, number and row of every sample that it brings something."""
@@ -85,6 +98,20 @@ class Book:
 
     def _transcripts(self, number: int) -> list[Transcript]:
         return [known(self.transcripts, i) for i in known(self.submissions, number).sample_numbers]
+
+
+@attrs.frozen
+class Unscored(Container[str]):
+    """The samples whose prompts' log-probabilities are wanted, and not all there."""
+
+    book: Book
+
+    def __contains__(self, sample: object) -> bool:
+        number = self.book.samples.get(str(sample))
+        if number is None:
+            return False
+        owner = number - known(self.book.transcripts, number).index
+        return known(self.book.submissions, owner).awaits_scores
 
 
 def known(entries: Map[K, V], key: K) -> V:
@@ -156,7 +183,7 @@ def publish(book: Book, landed: Landed) -> tuple[Book, list[tuple[str, str]]]:
 
     What it says of samples that have ended since it began is dropped.
     """
-    tokens, logprobs = landed.output.sampled_token_ids[:, 0].tolist(), landed.output.logprobs_tensors
+    output, tokens = landed.output, landed.output.sampled_token_ids[:, 0].tolist()
     ended = {finished.req_id: finished for finished in landed.finished}
     grown, news = dict[int, Transcript](), dict(book.news)
     stopped, over = list[tuple[str, str]](), list[str]()
@@ -167,7 +194,7 @@ def publish(book: Book, landed: Landed) -> tuple[Book, list[tuple[str, str]]]:
         stop = None
         if token >= 0:
             is_stop = end is not None and end.reason == "stop"
-            transcript, stop = push(transcript, token, logprobs, row, is_stop)
+            transcript, stop = push(transcript, token, output, row, is_stop)
         if stop is not None:
             stopped.append((sample, stop))
             transcript = finish(transcript, "stop", stop)
@@ -178,7 +205,20 @@ def publish(book: Book, landed: Landed) -> tuple[Book, list[tuple[str, str]]]:
         grown[number] = transcript
         news[number - transcript.index] = None
     transcripts = book.transcripts.with_items(grown.items())
+    if landed.scores:
+        book = replace(book, submissions=_scored(book, landed))
     return _without_samples(replace(book, transcripts=transcripts, news=news), over), stopped
+
+
+def _scored(book: Book, landed: Landed) -> Map[int, Submission]:
+    """The submissions, with what a step tells of their prompts."""
+    told = dict[int, Submission]()
+    for _, number, row in landed.readers():
+        transcript, scores = book.transcripts.get(number), landed.scores.get(row)
+        if transcript is not None and scores is not None:
+            owner = number - transcript.index
+            told[owner] = with_scores(told.get(owner) or known(book.submissions, owner), scores)
+    return book.submissions.with_items(told.items())
 
 
 def abort(book: Book, req_ids: Sequence[str]) -> tuple[Book, list[str], list[RequestOutput]]:

@@ -108,11 +108,6 @@ class Engine:
         check_request(req_id, params, priority, stream)
         limits = self.limits
         validate(params, limits.vocab_size, limits.max_model_len, eos_token_ids=limits.eos_token_ids)
-        if params.prompt_logprobs is not None:
-            raise InvalidParameterError(
-                f"prompt_logprobs={params.prompt_logprobs}: the engine gives log-probabilities of sampled tokens only; "
-                "for those of a prompt, call execute and compute_logits on all of its tokens"
-            )
         params = normalize(params)
         book, tokenizer = self._book, self._loaded.tokenizer
         if req_id in book.numbers:
@@ -139,12 +134,14 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one turn; the requests that there is news of, each with all that it has so far."""
         self._turns.turn()
-        book = self._book
+        known, book = self._turns.now, self._book
         outputs = [book.output(number) for number in book.news]
         try:
-            return outputs
-        finally:  # as late as can be: what an interrupt keeps from the caller is told by the next step
             self._turns.told(book.news)
+            return outputs
+        except BaseException:  # an interrupt: the caller gets nothing, so the next step has to tell it
+            self._turns.now = known
+            raise
 
     def abort(self, req_ids: str | Iterable[str]) -> list[RequestOutput]:
         """Stop requests; what they have so far. Ids that are not in use are ignored: they may just have ended."""

@@ -241,8 +241,10 @@ def _check_in_place(state: StepState, after: StepState) -> None:
 
 def covers(captured: SamplerShape, wanted: SamplerShape) -> bool:
     """Whether sampling captured for one shape gives what another wants."""
-    flags = ("random", "truncated", "penalties", "min_tokens")
-    if wanted.constraints or any(getattr(wanted, f) and not getattr(captured, f) for f in flags):
+    flags = ("random", "truncated", "penalties", "min_tokens", "kept_mass")
+    if wanted.constraints or wanted.extras:
+        return False
+    if any(getattr(wanted, f) and not getattr(captured, f) for f in flags):
         return False
     if wanted.num_logprobs is None:
         return captured.num_logprobs is None
@@ -252,7 +254,8 @@ def covers(captured: SamplerShape, wanted: SamplerShape) -> bool:
 
 def _cost(shape: SamplerShape) -> tuple[int, ...]:
     """What a shape computes, in the order of what that takes."""
-    return (shape.num_logprobs or 0, shape.penalties, shape.truncated, shape.random, shape.min_tokens)
+    wide = (shape.num_logprobs or 0, shape.penalties, shape.truncated, shape.kept_mass)
+    return (*wide, shape.random, shape.min_tokens)
 
 
 @contextmanager

@@ -1,11 +1,14 @@
 """What the engine gives back."""
 
+from itertools import count
+
 import attrs
 import numpy as np
 from jaxtyping import Float32, Int32
 
 from purestep.pure.errors import InvalidRequestError
 from purestep.pure.record import record
+from purestep.pure.records.outputs import KeptMass, LogprobsTensors
 
 
 @record
@@ -21,6 +24,33 @@ class SampleLogprobs:
 
 
 @attrs.frozen
+class Logprob:
+    """A token's log-probability at one place."""
+
+    logprob: float
+    rank: int  # 1 for the likeliest; ties count against the prompt's own token
+
+
+PromptLogprobs = tuple[dict[int, Logprob] | None, ...]
+
+
+def prompt_logprobs(table: LogprobsTensors) -> PromptLogprobs:
+    """A prompt's table as upstream gives it: per token, those of it and of the likeliest ones, None for the first.
+
+    A row that was not computed is None too.
+
+    Source: vllm/v1/engine/logprobs.py.
+    """
+    entries: list[dict[int, Logprob] | None] = [None]
+    columns = (table.logprob_token_ids, table.logprobs, table.selected_token_ranks)
+    for ids, values, rank in zip(*(column.tolist() for column in columns), strict=True):
+        own = {ids[0]: Logprob(values[0], rank)}
+        likeliest = dict(zip(ids[1:], map(Logprob, values[1:], count(1)), strict=False))
+        entries.append(None if ids[0] < 0 else own | likeliest | own)
+    return tuple(entries)
+
+
+@attrs.frozen
 class CompletionOutput:
     """One sample of a prompt."""
 
@@ -30,6 +60,8 @@ class CompletionOutput:
     finish_reason: str | None = None  # stop, length, abort, error; None while it runs
     stop_reason: int | str | None = None  # the stop id or stop string that ended it; None for end-of-sequence
     logprobs: SampleLogprobs | None = None
+    id_logprobs: Float32[np.ndarray, "tokens ids"] | None = None  # of logprob_token_ids, in their order
+    kept_mass: KeptMass | None = None
     seconds: float = 0.0  # from its submission to its last token
 
 
@@ -41,6 +73,7 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
+    prompt_logprobs: PromptLogprobs | None = None  # per prompt token, once the whole prompt has run
     num_cached_tokens: int = 0  # prompt tokens whose keys and values were found in the cache
     error: InvalidRequestError | None = None  # the request was refused; it has no outputs
 
@@ -78,6 +111,16 @@ class RequestOutput:
     def logprobs(self) -> SampleLogprobs | None:
         """The first sample's log-probabilities."""
         return self._first().logprobs
+
+    @property
+    def id_logprobs(self) -> Float32[np.ndarray, "tokens ids"] | None:
+        """The first sample's log-probabilities of `logprob_token_ids`."""
+        return self._first().id_logprobs
+
+    @property
+    def kept_mass(self) -> KeptMass | None:
+        """What the first sample's tokens were drawn from."""
+        return self._first().kept_mass
 
     @property
     def seconds(self) -> float:

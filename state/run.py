@@ -10,7 +10,7 @@ import torch
 
 from purestep.kernels.types import Kernels
 from purestep.pure.absorb import absorb
-from purestep.pure.errors import PlanBaseError, StaleStateError
+from purestep.pure.errors import ExtrasError, PlanBaseError, StaleStateError
 from purestep.pure.models.model import Model, prepare_params
 from purestep.pure.record import replace
 from purestep.pure.records.params import Params
@@ -76,6 +76,7 @@ def run(
         StaleStateError: the lease was consumed by another step.
         PlanBaseError: the plan starts from another batch than the state reflects; the lease stays good.
         DispatchError: the plan's batch is padded to more requests than the buffers hold; the lease stays good.
+        ExtrasError: requests with logits processors or chosen ids, which two launches serve; the lease stays good.
     """
     leased, (pending,) = run_unrolled(bound, leased, (plan,), key=key)
     return leased, pending
@@ -91,8 +92,14 @@ def run_unrolled(
 
     Raises:
         StaleStateError, PlanBaseError: as `run`; the latter also for a plan, after the first, that brings something.
+        ExtrasError: as `run`.
     """
     num_steps = len(plans)
+    if any(plan.batch.layout.bounds.sampler.extras for plan in plans):
+        raise ExtrasError(
+            f"{num_steps} whole steps, of requests with logits_processors or logprob_token_ids: run these by "
+            "two_phase.execute and two_phase.sample, which gives them to the sampler"
+        )
     buffers, captured = bound.buffers, bound.captured
     with torch.no_grad():
         state = begin(bound, leased, plans)

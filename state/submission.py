@@ -6,11 +6,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from purestep.pure.errors import InvalidParameterError, InvalidRequestError
-from purestep.pure.record import record
+from purestep.pure.prompt_logprobs import PromptScores, prompt_table
+from purestep.pure.record import record, replace
 from purestep.pure.records.queue import Request
 from purestep.pure.records.sampling_params import SamplingParams
 from purestep.state.loading.tokenizer import Tokenizer
-from purestep.state.results import RequestOutput
+from purestep.state.results import PromptLogprobs, RequestOutput, prompt_logprobs
 from purestep.state.transcript import Transcript
 
 Prompt = str | Sequence[int]
@@ -26,6 +27,13 @@ class Submission:
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     num_cached_tokens: int = 0
+    prompt_scores: tuple[PromptScores, ...] = ()  # as far as they are there, from the front
+    prompt_logprobs: PromptLogprobs | None = None  # once they are complete
+
+    @property
+    def awaits_scores(self) -> bool:
+        """Whether log-probabilities of the prompt are wanted, and not all there."""
+        return self.params.prompt_logprobs is not None and self.prompt_logprobs is None
 
     @property
     def sample_ids(self) -> tuple[str, ...]:
@@ -64,6 +72,7 @@ class Submission:
             prompt_token_ids=self.prompt_token_ids,
             outputs=tuple([transcript.output() for transcript in transcripts]),
             num_cached_tokens=self.num_cached_tokens,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
 
@@ -88,7 +97,28 @@ def new_submission(
             "give stop_token_ids, or a tokenizer and detokenize=True"
         )
     text = prompt if isinstance(prompt, str) else None
-    return Submission(req_id, number, params, text, _token_ids(prompt, tokenizer, add_special_tokens))
+    ids = _token_ids(prompt, tokenizer, add_special_tokens)
+    nothing_to_score = params.prompt_logprobs is not None and len(ids) == 1
+    return Submission(
+        req_id, number, params, text, ids, prompt_logprobs=(None,) if nothing_to_score else None
+    )
+
+
+def with_scores(submission: Submission, scores: PromptScores) -> Submission:
+    """With the rows of one more part of the prompt, which take the place of what was there from the first of them on.
+
+    A request that is computed anew, after a preemption say, begins at the front again. Once all rows are there they
+    stay, whatever is computed again.
+    """
+    if not submission.awaits_scores:
+        return submission
+    kept = [part for part in submission.prompt_scores if part.first_row < scores.first_row]
+    parts, num_rows = (*kept, scores), len(submission.prompt_token_ids) - 1
+    if scores.first_row + len(scores.rows.selected_token_ranks) < num_rows:
+        return replace(submission, prompt_scores=parts)
+    width = scores.rows.logprobs.shape[1]
+    table = prompt_table(parts, num_rows=num_rows, num_logprobs=width - 1)
+    return replace(submission, prompt_scores=(), prompt_logprobs=prompt_logprobs(table))
 
 
 def _token_ids(prompt: Prompt, tokenizer: Tokenizer | None, add_special_tokens: bool) -> tuple[int, ...]:

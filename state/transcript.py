@@ -1,13 +1,14 @@
 """`Transcript`: one sample's tokens as they become text, stop strings included. A token makes a new one of it."""
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from purestep.pure.arrays import Tape
 from purestep.pure.record import record, replace
-from purestep.pure.records.outputs import LogprobsTensors
+from purestep.pure.records.outputs import KeptMass, StepOutput
 from purestep.pure.records.sampling_params import SamplingParams
 from purestep.pure.scheduler import find_stop
 from purestep.state.loading.tokenizer import StreamDecoder, Tokenizer
@@ -28,7 +29,9 @@ class Transcript:
     token_ids: Tape
     text: str = ""
     search_from: int = 0  # characters before it end nothing
-    logprobs: Any = None  # (those of the tokens before, ids, values, rank)
+    reports: Any = (
+        None  # (those of the tokens before, ids, values, rank, values of chosen ids, how it was drawn)
+    )
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     seconds: float = 0.0
@@ -49,7 +52,7 @@ class Transcript:
             token_ids=tuple(self.token_ids.tolist()),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
-            logprobs=_collected(self),
+            **_collected(self),
             seconds=self.seconds if self.finish_reason else time.monotonic() - self.begun,
         )
 
@@ -63,9 +66,9 @@ def new_transcript(index: int, params: SamplingParams, tokenizer: Tokenizer | No
 
 
 def push(
-    transcript: Transcript, token_id: int, logprobs: LogprobsTensors | None, row: int, is_stop: bool
+    transcript: Transcript, token_id: int, output: StepOutput, row: int, is_stop: bool
 ) -> tuple[Transcript, str | None]:
-    """With one token more, and the stop string that it completes, if it does. `logprobs` is on the host.
+    """With one token more, and the stop string that it completes, if it does. `output` is on the host.
 
     A stop token belongs to the tokens, not to the text.
     """
@@ -76,7 +79,7 @@ def push(
         text += decoder.push(token_id)
         text, search_from, stop = _cut_at_stop(old, text, len(token_ids))
     return Transcript(
-        old.index, old.params, decoder, old.begun, token_ids, text, search_from, _logprobs(old, logprobs, row)
+        old.index, old.params, decoder, old.begun, token_ids, text, search_from, _reported(old, output, row)
     ), stop
 
 
@@ -108,25 +111,43 @@ def _cut_at_stop(before: Transcript, text: str, num_tokens: int) -> tuple[str, i
     return (text, before.search_from, None) if found is None else (text[: found[0]], 0, found[1])
 
 
-def _logprobs(transcript: Transcript, logprobs: LogprobsTensors | None, row: int) -> Any:
-    wanted = transcript.params.logprobs
-    if wanted is None or logprobs is None:
-        return transcript.logprobs
-    width = None if wanted == -1 else wanted + 1
-    ids, values = logprobs.logprob_token_ids[row, :width], logprobs.logprobs[row, :width]
-    rank = int(logprobs.selected_token_ranks[row])
-    return transcript.logprobs, np.array(ids), np.array(values), rank
+def _reported(transcript: Transcript, output: StepOutput, row: int) -> Any:
+    """What is told of the tokens, with those of one more."""
+    params = transcript.params
+    wanted, chosen = params.logprobs, params.logprob_token_ids
+    if wanted is None and chosen is None and not params.kept_mass:
+        return transcript.reports
+    ids = values = rank = of_chosen = drawn = None
+    found, of_ids, mass = output.logprobs_tensors, output.id_logprobs, output.kept_mass
+    if wanted is not None and found is not None:
+        width = None if wanted == -1 else wanted + 1
+        ids, values = np.array(found.logprob_token_ids[row, :width]), np.array(found.logprobs[row, :width])
+        rank = int(found.selected_token_ranks[row])
+    if chosen is not None and of_ids is not None:
+        of_chosen = np.array(of_ids[row, : len(chosen)])
+    if params.kept_mass and mass is not None:
+        drawn = float(mass.drawn_logprobs[row]), float(mass.log_mass[row])
+    return transcript.reports, ids, values, rank, of_chosen, drawn
 
 
-def _collected(transcript: Transcript) -> SampleLogprobs | None:
-    if transcript.params.logprobs is None:
-        return None
-    entries, link = [], transcript.logprobs
+def _collected(transcript: Transcript) -> dict[str, Any]:
+    """What is told of the sample's tokens, as fields of the output."""
+    params, entries, link = transcript.params, [], transcript.reports
     while link is not None:
         link, *entry = link
         entries.append(entry)
-    if not entries:
-        nothing = np.zeros((0, 1))
-        return SampleLogprobs(nothing.astype(np.int32), nothing.astype(np.float32), np.zeros(0, np.int32))
-    ids, values, ranks = zip(*reversed(entries), strict=True)
-    return SampleLogprobs(np.stack(ids), np.stack(values), np.asarray(ranks, np.int32))
+    ids, values, ranks, of_chosen, drawn = zip(*reversed(entries), strict=True) if entries else ((),) * 5
+    fields = dict[str, Any]()
+    if params.logprobs is not None:
+        of_tokens = _rows(ids, 1, np.int32), _rows(values, 1, np.float32), np.array(ranks, np.int32)
+        fields["logprobs"] = SampleLogprobs(*of_tokens)
+    if params.logprob_token_ids is not None:
+        fields["id_logprobs"] = _rows(of_chosen, len(params.logprob_token_ids), np.float32)
+    if params.kept_mass:
+        fields["kept_mass"] = KeptMass(*_rows(drawn, 2, np.float32).T)
+    return fields
+
+
+def _rows(rows: Sequence[Any], width: int, dtype: Any) -> np.ndarray:
+    """A row for each token; of so many entries, if there is none."""
+    return np.array(rows, dtype) if rows else np.zeros((0, width), dtype)

@@ -13,17 +13,16 @@ from typing import Any
 
 import attrs
 import numpy as np
+import torch.utils._pytree as pytree
 
-from purestep.pure.dispatch import determine_batch_execution_and_padding
 from purestep.pure.errors import OutOfBlocksError
 from purestep.pure.fork import fork_request, keep_blocks
-from purestep.pure.padding import pad_batch
-from purestep.pure.plan import plan_step
 from purestep.pure.records.batch import BatchLimits, InputBatch
-from purestep.pure.records.dispatch import CUDAGraphMode, DispatchKeys
+from purestep.pure.records.dispatch import DispatchKeys
 from purestep.pure.records.params import Params
 from purestep.pure.records.queue import Queue, Request
 from purestep.pure.rows import drop, free_rows
+from purestep.pure.sampling_extras import try_processors
 from purestep.pure.scheduler import (
     abort,
     add,
@@ -39,14 +38,14 @@ from purestep.pure.scheduler import (
 )
 from purestep.pure.settle import give_up, settle
 from purestep.pure.update import update_states
-from purestep.state.book import Book, Heir, InFlight, Landed, admit, known, publish, told
+from purestep.state.book import Book, Heir, InFlight, Landed, Unscored, admit, known, publish, told
 from purestep.state.book import abort as book_abort
 from purestep.state.engine_moment import EngineMoment, Known
-from purestep.state.graphs import GraphKey
+from purestep.state.launch import launch
 from purestep.state.lease import Leased
 from purestep.state.moments import remember, rewind
 from purestep.state.results import RequestOutput
-from purestep.state.run import BoundStep, rebind, run
+from purestep.state.run import BoundStep, rebind
 
 
 @attrs.frozen
@@ -142,6 +141,7 @@ class Turns:
         queue = self.now.queue
         for request in requests:
             queue = add(queue, request, vocab_size=vocab_size)
+            self._try_processors(request)
         self.now = attrs.evolve(self.now, queue=queue, book=book)
 
     def abort(self, req_ids: Sequence[str]) -> list[RequestOutput]:
@@ -208,11 +208,10 @@ class Turns:
         numbers = self._numbers_of(scheduled.req_ids, book)
         if scheduled.scheduled_new_reqs:
             book = admit(book, scheduled.scheduled_new_reqs)
-        absorbed = before.leased.absorbed
-        padded, key = self._dispatched(batch, absorbed)
-        leased, pending = run(before.bound, before.leased, plan_step(padded, absorbed), key=key)
-        flight = InFlight(scheduled.req_ids, numbers, pending)
-        self.now = Now(queue, batch, leased, before.bound, book, (*before.in_flight, flight))
+        unscored = Unscored(book)
+        launched = launch(before.bound, before.leased, batch, self._dispatch_keys, unscored=unscored)
+        flight = InFlight(scheduled.req_ids, numbers, launched.pending, launched.prompts)
+        self.now = Now(queue, batch, launched.leased, before.bound, book, (*before.in_flight, flight))
         return True
 
     def _land(self) -> None:
@@ -226,7 +225,7 @@ class Turns:
             queue=queue,
             batch=settle(now.batch, flight.pending.batch, output),
             in_flight=now.in_flight[1:],
-            landed=Landed(flight, output, finished),
+            landed=Landed(flight, output, finished, flight.scores()),
         )
 
     def _numbers_of(self, req_ids: tuple[str, ...], book: Book) -> tuple[int, ...]:
@@ -237,18 +236,17 @@ class Turns:
             self._last_numbers = req_ids, book.samples, numbers
         return numbers
 
-    def _dispatched(self, batch: InputBatch, absorbed: InputBatch) -> tuple[InputBatch, GraphKey | None]:
-        """The batch as the device is to see it, and the graph that runs it; without one, the batch as it is."""
-        captured = self.bound.captured
-        if captured is None:
-            return batch, None
-        execution = determine_batch_execution_and_padding(self._dispatch_keys, batch.layout.bounds)
-        if execution.cudagraph_mode is CUDAGraphMode.NONE:
-            return batch, None
-        key = captured.covering(execution, batch.layout.bounds.sampler)
-        if key is None:
-            return batch, None
-        return pad_batch(batch, execution.descriptor, before=absorbed.layout), key
+    def _try_processors(self, request: Request) -> None:
+        """Refuse logits processors that fail on the prompt; samples of one prompt have the same ones."""
+        if request.sampling_params.logits_processors and request.fork_of is None:
+            leaf = pytree.tree_leaves(self.bound.params.tree)[0]
+            try_processors(
+                request.sampling_params,
+                request.prompt_token_ids,
+                vocab_size=self.bound.model.vocab_size,
+                device=self.bound.buffers.device,
+                dtype=leaf.dtype,
+            )
 
     def _refuse_to_stand_still(self) -> None:
         queue = self.now.queue

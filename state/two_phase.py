@@ -17,12 +17,13 @@ from purestep.pure.forward import compute_logits
 from purestep.pure.grammar import GrammarMask, apply_grammar
 from purestep.pure.models.model import apply
 from purestep.pure.padding import pad_batch
-from purestep.pure.prompt_logprobs import PromptChunk, score_prompt
+from purestep.pure.prompt_logprobs import PromptChunk, joined, score_prompt, slices
 from purestep.pure.records.batch import InputBatch
 from purestep.pure.records.dispatch import CUDAGraphMode, DispatchKeys
 from purestep.pure.records.outputs import LogprobsTensors
 from purestep.pure.records.plan import StepPlan
 from purestep.pure.records.state import ExecuteModelState
+from purestep.pure.sampling_extras import sampling_extras
 from purestep.state.graphs import GraphKey
 from purestep.state.lease import Leased, Lender
 from purestep.state.pending import Pending
@@ -122,7 +123,10 @@ def sample(
                 logits.copy_(value.logits)  # type: ignore[union-attr, arg-type]  # where the graph reads them
         key = _sampling(bound, executed)
         if key is None:
-            state, output = step.sample(value, kernels=bound.kernels)
+            extras = None
+            if executed.batch.layout.bounds.sampler.extras:
+                extras = sampling_extras(executed.batch).to(buffers.device)
+            state, output = step.sample(value, kernels=bound.kernels, extras=extras)
         else:
             state, (output,) = value.state, bound.captured.replay(key)  # type: ignore[union-attr]
         pending = Pending(executed.batch, output)
@@ -159,14 +163,17 @@ def prompt_logprobs(
     scores = []
     with torch.no_grad():
         for chunk in chunks:
-            targets = upload(np.array(chunk.targets, np.int32), device)
-            rows = torch.arange(chunk.first_token, chunk.first_token + len(targets), device=device)
-            logits = compute_logits(
-                bound.model, bound.prepared, value.hidden_states, rows, kernels=bound.kernels
-            )
-            scores.append(
-                score_prompt(logits, targets, num_logprobs=chunk.num_logprobs, kernels=bound.kernels)
-            )
+            parts = []
+            for part in slices(chunk):
+                targets = upload(np.array(part.targets, np.int32), device)
+                rows = torch.arange(part.first_token, part.first_token + len(targets), device=device)
+                logits = compute_logits(
+                    bound.model, bound.prepared, value.hidden_states, rows, kernels=bound.kernels
+                )
+                parts.append(
+                    score_prompt(logits, targets, num_logprobs=part.num_logprobs, kernels=bound.kernels)
+                )
+            scores.append(joined(parts))
     return tuple(scores)
 
 
@@ -177,8 +184,9 @@ def dispatched(
     if bound.captured is None or keys is None:
         return batch, None
     execution = determine_batch_execution_and_padding(keys, batch.layout.bounds)
-    half = "execute" if execution.cudagraph_mode is CUDAGraphMode.FULL else None
-    key = GraphKey(execution.descriptor, None, half=half)
+    key = GraphKey(execution.descriptor, None)
+    if execution.cudagraph_mode is CUDAGraphMode.FULL:
+        key = GraphKey(execution.descriptor, None, half="execute")
     if execution.cudagraph_mode is CUDAGraphMode.NONE or key not in bound.captured:
         return batch, None
     return pad_batch(batch, execution.descriptor, before=absorbed.layout), key

@@ -16,7 +16,11 @@ from purestep.pure.arrays import Tape
 from purestep.pure.record import replace
 from purestep.pure.records.batch import InputBatch
 from purestep.pure.records.inputs import StepInputs
+from purestep.pure.records.plan import StepPlan
 from purestep.pure.records.state import StepState
+from purestep.state.lease import Leased
+from purestep.state.moments import Moment, rerun
+from purestep.state.run import BoundStep
 
 T = TypeVar("T")
 
@@ -128,6 +132,28 @@ def assert_rewound(then: StepState, now: StepState, rows: Sequence[int]) -> None
     assert torch.equal(then.ledger.table, now.ledger.table), "the ledger is another one"
     assert_same_rows(then, now, rows)
     assert_prefix_kept(then, now, rows)
+
+
+def assert_forked(state: StepState, parent: int, child: int) -> None:
+    """Two rows have one history: ledger and known tokens are the same to the last bit."""
+    assert torch.equal(state.ledger.table[:, parent], state.ledger.table[:, child])
+    known = int(state.ledger.num_known_tokens[parent])
+    assert torch.equal(state.token_ids[parent, :known], state.token_ids[child, :known])
+
+
+def assert_reruns(
+    bound: BoundStep,
+    moment: Moment,
+    leased: Leased,
+    plans: Sequence[StepPlan],
+    tokens: Sequence[Any],
+    ledger: Tensor,
+) -> Leased:
+    """From the moment, the plans bring these tokens again, and leave this ledger, to the last bit."""
+    leased, outputs = rerun(bound, moment, leased, plans)
+    assert [pending.result().sampled_token_ids.tolist() for pending in outputs] == list(tokens)
+    assert torch.equal(leased.value.ledger.table, ledger), "the ledger is another one"
+    return leased
 
 
 def with_canary(state: StepState, value: float) -> StepState:

@@ -19,6 +19,7 @@ from purestep.pure.records.outputs import SampledTokens
 from purestep.pure.records.sampling_params import SamplingParams
 from purestep.pure.records.state import ExecuteModelState
 from purestep.pure.sampling import sample_tokens
+from purestep.pure.sampling_extras import sampling_extras
 from purestep.pure.update import update_states
 from tests.tiny import column, new_request, scheduled
 
@@ -89,7 +90,8 @@ def sampled(
 ) -> SampledTokens:
     """What the stage makes of these logits."""
     given = executed(askers, logits, eos_token_ids=eos_token_ids)
-    return sample_tokens(given, kernels=kernels, exponential=exponential)
+    extras = sampling_extras(batch_of(askers, logits.shape[-1], eos_token_ids)).to("cpu")
+    return sample_tokens(given, kernels=kernels, exponential=exponential, extras=extras)
 
 
 def final_logits(tokens: SampledTokens) -> Tensor:

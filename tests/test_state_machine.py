@@ -1,4 +1,4 @@
-"""Any order of arrivals, steps, late outputs, aborts, losses, forks and moments, in two worlds: see `Worlds` for the laws.
+"""Any order of arrivals, steps, late outputs, aborts, losses, forks and moments, in two worlds: `Worlds` has the laws.
 
 Two machines do the same. One runs a toy model whose tokens are foretold in plain Python, so that integers are all that
 can go wrong; the other runs a small Llama in float64 and compares each request with its run alone.

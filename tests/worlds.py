@@ -51,7 +51,9 @@ from purestep.state.pending import Pending
 from purestep.state.run import BoundStep, run
 from tests import laws
 
-Streams = tuple[tuple[int, int], ...]  # of a fork: the streams of its ancestors, and outputs after the last of each
+Streams = tuple[
+    tuple[int, int], ...
+]  # of a fork: the streams of its ancestors, and outputs after the last of each
 Expected = Callable[[Request, Streams], tuple[int, ...]]
 KV_TOLERANCE = 1e-9  # of keys and values, which are float64 and of the order of 1
 
@@ -121,7 +123,9 @@ class Worlds:
 
         Blocks that moments hold are not: no step was writing them.
         """
-        for req_id in self.requests:  # tokens on their way are lost, and a fork draws those that it has not got anew
+        for (
+            req_id
+        ) in self.requests:  # tokens on their way are lost, and a fork draws those that it has not got anew
             num_known = self._num_outputs(req_id)
             cut = [(stream, min(num, num_known)) for stream, num in self.streams[req_id]]
             self.streams[req_id] = tuple(cut)
@@ -151,7 +155,8 @@ class Worlds:
         """A request goes on under a second id; what is refused for want of room changes nothing."""
         has_row = parent in self.batch.row_of and bool(free_rows(drop(self.batch, [req_id])))
         on_its_way = sum(
-            bool(step.samples[step.ticket == self.queue.live.get(parent)].any()) for step in self.queue.in_flight
+            bool(step.samples[step.ticket == self.queue.live.get(parent)].any())
+            for step in self.queue.in_flight
         )
         num_outputs, before = self._num_outputs(parent) + on_its_way, laws.digest(self.queue)
         try:

@@ -1,7 +1,7 @@
 """Every kernel in plain torch, out of place: the definition that all others must equal."""
 
 from purestep.kernels.reference.attention import attend
-from purestep.kernels.reference.compositions import attend_qkv, norm_gate_up, norm_linear
+from purestep.kernels.reference.compositions import attend_qkv, logits, norm_gate_up, norm_linear
 from purestep.kernels.reference.constraints import add_bias, allow_only, ban_bad_words, ban_tokens
 from purestep.kernels.reference.dense import (
     add_rms_norm,
@@ -16,7 +16,7 @@ from purestep.kernels.reference.draw import draw, greedy, scale_by_temperature, 
 from purestep.kernels.reference.ends import advance, lay_out
 from purestep.kernels.reference.grammar import apply_grammar_bitmask
 from purestep.kernels.reference.layout import ragged_index
-from purestep.kernels.reference.logprobs import gather_logprobs
+from purestep.kernels.reference.logprobs import gather_ids, gather_logprobs
 from purestep.kernels.reference.penalties import penalize
 from purestep.kernels.reference.philox import uniforms
 from purestep.kernels.reference.rope import angles
@@ -46,6 +46,7 @@ reference = Kernels(
     attend=attend,
     norm_linear=norm_linear,
     norm_gate_up=norm_gate_up,
+    logits=logits,
     attend_qkv=attend_qkv,
     uniforms=uniforms,
     apply_grammar_bitmask=apply_grammar_bitmask,
@@ -60,4 +61,5 @@ reference = Kernels(
     greedy=greedy,
     draw=draw,
     gather_logprobs=gather_logprobs,
+    gather_ids=gather_ids,
 )

@@ -9,6 +9,16 @@ from torch import Tensor
 from purestep.kernels.types import Kernels
 
 
+def logits(kernels: Kernels, x: Tensor, weight: Tensor) -> Tensor:
+    """x [n, in] times the transpose of weight [vocab, in] as `prepare` gave it: [n, vocab], in float32 or wider.
+
+    A set may leave out the rounding to x's type before.
+    """
+    y = kernels.linear(x, weight, None)
+    wide: Tensor = y.to(torch.promote_types(y.dtype, torch.float32))
+    return wide
+
+
 def norm_linear(
     kernels: Kernels,
     x: Tensor,

@@ -18,8 +18,9 @@ assert __name__ == "purestep.kernels.triton", (
 def cuda_donating() -> Kernels:
     """The kernels for a state in persistent CUDA memory: those that may write their argument's storage do.
 
-    `linear` of more than 16 rows is torch's, which is cuBLAS. Rules that name tokens (`allow_only`, `ban_bad_words`, `ban_tokens`,
-    `add_bias`) and `temperature_offset` are the reference's: short lists, rarely used.
+    `linear` of several rows is mostly torch's, which is cuBLAS. Rules that name tokens (`allow_only`, `ban_bad_words`,
+    `ban_tokens`, `add_bias`, `apply_grammar_bitmask`), `gather_ids` and `temperature_offset` are the reference's: short
+    lists, rarely used.
 
     Raises:
         ImportError: triton is not installed.
@@ -29,7 +30,7 @@ def cuda_donating() -> Kernels:
     from purestep.kernels.triton.draw import draw, greedy, scale_by_temperature
     from purestep.kernels.triton.ends import advance, lay_out
     from purestep.kernels.triton.layout import ragged_index
-    from purestep.kernels.triton.linear import linear, norm_gate_up, norm_linear
+    from purestep.kernels.triton.linear import linear, logits, norm_gate_up, norm_linear
     from purestep.kernels.triton.logprobs import gather_logprobs
     from purestep.kernels.triton.penalties import penalize
     from purestep.kernels.triton.philox import uniforms
@@ -55,6 +56,7 @@ def cuda_donating() -> Kernels:
         attend=attend,
         norm_linear=norm_linear,
         norm_gate_up=norm_gate_up,
+        logits=logits,
         attend_qkv=attend_qkv,
         uniforms=uniforms,
         penalize=penalize,

@@ -1,5 +1,6 @@
 """Paged attention: this step's keys and values are written first, then every query attends."""
 
+import torch
 from torch import Tensor
 
 from purestep.kernels.reference import compositions
@@ -69,8 +70,8 @@ def attend_qkv(
             sliding_window=sliding_window, soft_cap=soft_cap,
         )  # fmt: skip
     num_kv_heads, dim = kv.shape[3:]
-    heads = qkv.unflatten(-1, (-1, dim))
-    q, k, v = heads.split([heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
+    heads = torch.unflatten(qkv, -1, (-1, dim))
+    q, k, v = torch.split(heads, [heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
     rotation = Rotation(cos.contiguous(), sin.contiguous(), q_gain, k_gain, eps)
     check_rotation("attend_qkv", q, rotation)
     return _attend(
@@ -101,9 +102,18 @@ def _attend(
     dim, group = q.shape[2], q.shape[1] // kv.shape[3]
     batch = (query_start_loc, seq_lens, block_table)
     if max_query_len <= 1 and q.shape[0] and seq_lens.shape[0]:
-        tile = decode_tile(q.dtype, dim, group)
+        tile = decode_tile(q.dtype, dim, group, seq_lens.shape[0] * kv.shape[3])
         out = decode(
-            q, k, v, kv, *batch, slot_mapping, max_seq_len=max_seq_len, form=form, tile=tile, rotation=rotation
+            q,
+            k,
+            v,
+            kv,
+            *batch,
+            slot_mapping,
+            max_seq_len=max_seq_len,
+            form=form,
+            tile=tile,
+            rotation=rotation,
         )
         return out, kv
     if rotation is None:

@@ -13,13 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from purestep.kernels.triton.rotation import Rotation, load_angles, load_turned, place_of
-from purestep.kernels.triton.shared import (
-    INTERPRETED,
-    early_launch,
-    let_next_begin,
-    rounded,
-    wait_for_previous,
-)
+from purestep.kernels.triton.shared import INTERPRETED, early_launch, rounded, take_turn
 from purestep.kernels.triton.softmax import (
     ScoreForm,
     Tile,
@@ -34,19 +28,30 @@ from purestep.kernels.triton.softmax import (
     take_in,
 )
 
-FETCH_FIRST = True
 PROGRAMS = 528  # that keep a large chip busy: four on each of 132 processors
 MOST_PARTS = 64
 LONGEST_PART = tl.constexpr(4096)  # keys that one program takes at most
 PARTS = tl.constexpr(16)  # joined at a time
 
 
-def decode_tile(dtype: torch.dtype, head_dim: int, group: int) -> Tile:
-    """The tile for a head size; at least 16 rows, as tensor cores want them."""
+def decode_tile(dtype: torch.dtype, head_dim: int, group: int, num_pairs: int) -> Tile:
+    """The tile for a head size and a number of (request, key head) pairs; at least 16 rows, as tensor cores want them.
+
+    Narrow types: what was fastest within captured steps on an H200, at 8, 64, 512 and 2048 pairs of 1120 keys
+    (tests/bench/results/h200_products.json).
+    """
     rows = max(16, triton.next_power_of_2(group))
     if is_wide(dtype):
         return Tile(rows, keys=32 if head_dim <= 64 else 16, num_warps=4, num_stages=3)
-    return Tile(rows, keys=64 if head_dim <= 128 else 32, num_warps=4, num_stages=5)
+    if head_dim > 128:
+        return Tile(rows, keys=32, num_warps=4, num_stages=5)
+    if num_pairs <= 16:
+        return Tile(rows, keys=64, num_warps=4 if head_dim <= 64 else 8, num_stages=3, fetch_first=True)
+    if num_pairs < 128:
+        return Tile(rows, keys=64, num_warps=4, num_stages=3)
+    if head_dim > 64 and num_pairs <= 1024:
+        return Tile(rows, keys=32, num_warps=2, num_stages=7)
+    return Tile(rows, keys=64, num_warps=2, num_stages=5)
 
 
 def num_parts(num_reqs: int, num_kv_heads: int) -> int:
@@ -93,7 +98,8 @@ def decode(
         form.cap, 0.0 if rotation is None else rotation.eps, *counts, kv.shape[0], *q.stride()[:2], *k.stride()[:2],
         *v.stride()[:2], *kv.stride()[:4], block_table.stride(0),
         **fixed, GROUP=num_heads // num_kv_heads, ROWS=tile.rows, HAS_CAP=form.cap > 0, SPLIT=grid_parts > 1,
-        STAGES=tile.num_stages, FETCH_FIRST=FETCH_FIRST and grid_parts > 1, num_warps=tile.num_warps, enable_fp_fusion=not is_wide(q.dtype),
+        STAGES=tile.num_stages, FETCH_FIRST=tile.fetch_first, num_warps=tile.num_warps,
+        enable_fp_fusion=False,
     )  # fmt: skip
     if grid_parts > 1:
         _join[(num_heads, places)](
@@ -103,8 +109,9 @@ def decode(
 
 
 def parts_of(span: int, parts: int, keys: int) -> int:
-    """Into how many parts the keys of a request that sees `span` of them are split; `_num_parts` on the device."""
-    return max(min(parts, triton.cdiv(span, keys)), triton.cdiv(span, LONGEST_PART.value), 1)
+    """Into how many parts the keys of a request that sees `span` of them are split; `_seen` on the device."""
+    longest: int = LONGEST_PART.value
+    return max(min(parts, -(-span // keys)), -(-span // longest), 1)
 
 
 @triton.jit
@@ -155,11 +162,14 @@ SMALL = ["query_start_loc", "seq_lens", "block_table", "slot_mapping"]
 
 @triton.jit
 def _new_token(
-    q, k, v, kv, out, cos, sin, q_gain, k_gain, slot_mapping, eps, token, group, part, num_blocks, q_token, q_head,
-    k_token, k_head, v_token, v_head, kv_block, kv_plane, kv_slot, kv_head, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    q, k, v, kv, out, cos, sin, q_gain, k_gain, slot_mapping, eps, scale, cap, token, length, group, part, num_blocks,
+    q_token, q_head, k_token, k_head, v_token, v_head, kv_block, kv_plane, kv_slot, kv_head, DIM: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HAS_CAP: tl.constexpr,
 ):  # fmt: skip
-    """The query rows of a group, and the token's own key and value [1, WIDTH], which the first part writes."""
+    """The query rows of a group, and the state of their softmax.
+
+    The first part writes the token's own key and value, and begins as one that has seen them.
+    """
     row = tl.arange(0, ROWS)[:, None]
     lane = tl.arange(0, WIDTH)[None, :]
     inside = lane < DIM
@@ -181,7 +191,20 @@ def _new_token(
         target = kv + place + group * kv_head + lane
         tl.store(target, key, mask=lane < room)
         tl.store(target + kv_plane, value, mask=lane < room)
-    return query, key.to(tl.float32), value.to(tl.float32)
+    largest, total, values = empty_softmax(ROWS, WIDTH)
+    if (part == 0) & (length > 0):
+        largest = capped(tl.sum(query.to(tl.float32) * key.to(tl.float32), 1) * scale, cap, HAS_CAP)
+        total = tl.exp2(largest - tl.where(largest == float("-inf"), 0.0, largest))
+        values = total[:, None] * value.to(tl.float32)
+    return query.to(tl.float32) if INTERPRETED else query, largest, total, values
+
+
+@triton.jit
+def _after(query, tile, seen, scale, cap, largest, total, values, HAS_CAP: tl.constexpr):
+    """The state of the rows once they have also seen a tile of keys and values, where `seen` says so."""
+    score = scores_of(query, tile[0].to(query.dtype), scale, cap, HAS_CAP)
+    score = tl.where(seen[None, :], score, float("-inf"))
+    return take_in(score, tile[1].to(query.dtype), largest, total, values)
 
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=SMALL)
@@ -193,13 +216,12 @@ def _decode(
     WINDOW: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HAS_CAP: tl.constexpr, SPLIT: tl.constexpr,
     STAGES: tl.constexpr, FETCH_FIRST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    let_next_begin(EARLY)
-    wait_for_previous(EARLY)
+    take_turn(EARLY)
     group, part, place = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     table = block_table + place.to(tl.int64) * table_row
     num_columns = tl.where(place < num_reqs, table_columns, 0)
     key = part * KEYS + tl.arange(0, KEYS)
-    if FETCH_FIRST and WINDOW == 0:  # the first tile lies where it lies, whatever the length: its blocks are looked up at once
+    if FETCH_FIRST and WINDOW == 0:  # the first tile lies where it lies, whatever the length is
         blocks = tl.load(table + key // BLOCK_SIZE, mask=key // BLOCK_SIZE < num_columns, other=0)
     token, length = _query_of(query_start_loc, seq_lens, place, num_reqs, table_columns * BLOCK_SIZE)
     first, used = _seen(length, parts, KEYS, WINDOW)
@@ -209,53 +231,31 @@ def _decode(
     head = group * GROUP + row
     past = length - 1
     begin = first // KEYS + part
-    kv_of_group = kv + group * kv_head
     if (token >= 0) & (part < used):
+        heads = kv + group * kv_head
         if FETCH_FIRST:
             if WINDOW > 0:
                 key = begin * KEYS + tl.arange(0, KEYS)
                 blocks = tl.load(table + key // BLOCK_SIZE, mask=key < past, other=0)
-            valid = (key >= first) & (key < past)
-            first_key, first_value = load_slots(
-                kv_of_group, blocks, key, valid, kv_block, kv_plane, kv_slot, BLOCK_SIZE, DIM, WIDTH, True
-            )
-        query, new_key, new_value = _new_token(
-            q, k, v, kv, out, cos, sin, q_gain, k_gain, slot_mapping, eps, token.to(tl.int64), group, part,
-            num_blocks, q_token, q_head, k_token, k_head, v_token, v_head, kv_block, kv_plane, kv_slot, kv_head,
-            DIM, WIDTH, BLOCK_SIZE, GROUP, ROWS,
+            is_old = (key >= first) & (key < past)
+            fetched = load_slots(
+                heads, blocks, key, is_old, kv_block, kv_plane, kv_slot, BLOCK_SIZE, DIM, WIDTH, True
+            )  # fmt: skip
+        query, largest, total, values = _new_token(
+            q, k, v, kv, out, cos, sin, q_gain, k_gain, slot_mapping, eps, scale, cap, token.to(tl.int64), length,
+            group, part, num_blocks, q_token, q_head, k_token, k_head, v_token, v_head, kv_block, kv_plane, kv_slot,
+            kv_head, DIM, WIDTH, BLOCK_SIZE, GROUP, ROWS, HAS_CAP,
         )  # fmt: skip
-        if INTERPRETED:
-            query = query.to(tl.float32)
-        largest, total, values = empty_softmax(ROWS, WIDTH)
-        if (part == 0) & (length > 0):
-            largest = capped(tl.sum(query.to(tl.float32) * new_key, 1) * scale, cap, HAS_CAP)
-            total = tl.exp2(largest - tl.where(largest == float("-inf"), 0.0, largest))
-            values = total[:, None] * new_value
         if FETCH_FIRST:
-            score = scores_of(query, first_key.to(query.dtype), scale, cap, HAS_CAP)
-            score = tl.where(valid[None, :], score, float("-inf"))
-            largest, total, values = take_in(score, first_value.to(query.dtype), largest, total, values)
-            begin += used
-        end = tl.cdiv(past, KEYS)
-        for tile in tl.range(begin, end, used, num_stages=STAGES):
-            key = tile * KEYS + tl.arange(0, KEYS)
-            valid = (key >= first) & (key < past)
-            old_key, old_value = load_tile(
-                kv_of_group,
-                table,
-                key,
-                valid,
-                kv_block,
-                kv_plane,
-                kv_slot,
-                BLOCK_SIZE,
-                DIM,
-                WIDTH,
-                True,
+            largest, total, values = _after(
+                query, fetched, is_old, scale, cap, largest, total, values, HAS_CAP
             )
-            score = scores_of(query, old_key.to(query.dtype), scale, cap, HAS_CAP)
-            score = tl.where(valid[None, :], score, float("-inf"))
-            largest, total, values = take_in(score, old_value.to(query.dtype), largest, total, values)
+            begin += used
+        for tile in tl.range(begin, tl.cdiv(past, KEYS), used, num_stages=STAGES):
+            at = tile * KEYS + tl.arange(0, KEYS)
+            seen = (at >= first) & (at < past)
+            old = load_tile(heads, table, at, seen, kv_block, kv_plane, kv_slot, BLOCK_SIZE, DIM, WIDTH, True)
+            largest, total, values = _after(query, old, seen, scale, cap, largest, total, values, HAS_CAP)
         if SPLIT:
             cell = (place.to(tl.int64) * HEADS + head) * grid_parts + part
             tl.store(partial + cell[:, None] * DIM + lane, values, mask=mask)
@@ -266,9 +266,8 @@ def _decode(
             tl.store(out + (token.to(tl.int64) * HEADS + head[:, None]) * DIM + lane, result, mask=mask)
     if not SPLIT:
         for i in tl.static_range(GROUP):
-            _zero_padding(
-                out, query_start_loc, place, group * GROUP + i, num_reqs, num_tokens, HEADS, DIM, WIDTH
-            )
+            own_head = group * GROUP + i
+            _zero_padding(out, query_start_loc, place, own_head, num_reqs, num_tokens, HEADS, DIM, WIDTH)
 
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=SMALL)
@@ -277,8 +276,7 @@ def _join(
     HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
     WINDOW: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    let_next_begin(EARLY)
-    wait_for_previous(EARLY)
+    take_turn(EARLY)
     head, place = tl.program_id(0), tl.program_id(1)
     token, length = _query_of(query_start_loc, seq_lens, place, num_reqs, table_columns * BLOCK_SIZE)
     _, used = _seen(length, parts, KEYS, WINDOW)
@@ -292,7 +290,8 @@ def _join(
         there = part < num_there
         peak = tl.load(mass + (row + part) * 2, mask=there, other=0.0)
         weight = tl.load(mass + (row + part) * 2 + 1, mask=there, other=0.0)
-        piece = tl.load(partial + (row + part)[:, None] * DIM + lane, mask=there[:, None] & (lane < DIM), other=0.0)
+        place_of_piece = partial + (row + part)[:, None] * DIM + lane
+        piece = tl.load(place_of_piece, mask=there[:, None] & (lane < DIM), other=0.0)
         written = part < used
         peak = tl.where(written, peak, float("-inf"))
         weight = tl.where(written, weight, 0.0)

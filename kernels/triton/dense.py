@@ -11,6 +11,7 @@ from purestep.kernels.triton.shared import (
     early_launch,
     let_next_begin,
     rounded,
+    take_turn,
     wait_for_previous,
 )
 
@@ -191,8 +192,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 @triton.jit
 def _silu_and_mul(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    let_next_begin(EARLY)
-    wait_for_previous(EARLY)
+    take_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH

@@ -15,10 +15,9 @@ from purestep.kernels.triton.shared import (
     check_rows,
     early_launch,
     float_of,
-    let_next_begin,
     order_key,
     rounded,
-    wait_for_previous,
+    take_turn,
 )
 
 CHUNK = 4096
@@ -61,8 +60,7 @@ def _best(logits: Tensor, exponential: Tensor | None) -> Tensor:
 def _best_of_chunk(
     logits, exponential, keys, ids, step, noise_step, vocab, chunks, CHUNK: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
-    let_next_begin(EARLY)
-    wait_for_previous(EARLY)
+    take_turn(EARLY)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     exists = token < vocab
@@ -78,8 +76,7 @@ def _best_of_chunk(
 
 @triton.jit
 def _best_of_row(keys, ids, out, chunks, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    let_next_begin(EARLY)
-    wait_for_previous(EARLY)
+    take_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, BLOCK)
     key = tl.load(keys + row * chunks + chunk, mask=chunk < chunks, other=SMALLEST_KEY)

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from purestep.kernels.triton.layout import request_of
-from purestep.kernels.triton.shared import early_launch, let_next_begin, wait_for_previous
+from purestep.kernels.triton.shared import early_launch, take_turn
 from purestep.kernels.types import Kernels
 
 LANES = 128
@@ -54,10 +54,21 @@ def lay_out(
     return input_ids, positions, slots, *per_req
 
 
-SIZES = ["num_tokens", "num_reqs", "max_seq_len", "column", "tokens_row", "longest", "table_row", "table_columns"]
+SIZES = [
+    "num_tokens",
+    "num_reqs",
+    "max_seq_len",
+    "column",
+    "tokens_row",
+    "longest",
+    "table_row",
+    "table_columns",
+]
 
 
-@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["row_of_index", "query_start_loc", "slots"])
+@triton.jit(
+    do_not_specialize=SIZES, do_not_specialize_on_alignment=["row_of_index", "query_start_loc", "slots"]
+)
 def _lay_out(
     row_of_index, query_start_loc, ledger, token_ids, table, room, input_ids, positions, slots, seq_lens,
     logits_indices, discard, num_tokens, num_reqs, max_seq_len, column, tokens_row, longest, table_row, table_columns,
@@ -135,8 +146,7 @@ def _advance(
     ledger, token_ids, row_of_index, seq_lens, discard, sampled, stops, has_nan, kept_ids, computed_lens, goes_on,
     is_nan, num_reqs, num_rows, column, tokens_row, longest, LANES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    let_next_begin(EARLY)
-    wait_for_previous(EARLY)
+    take_turn(EARLY)
     lane = tl.program_id(0) * LANES + tl.arange(0, LANES)
     steps = ledger + STEP * column + lane
     tl.store(steps, tl.load(steps, mask=lane < num_rows, other=0) + 1, mask=lane < num_rows)

@@ -39,15 +39,17 @@ def gemv(
     residual: Tensor | None = None,
     norm: Norm | None = None,
     gated: bool = False,
+    out_dtype: torch.dtype | None = None,
     tile: GemvTile,
 ) -> tuple[Tensor, Tensor]:
     """One row x [in], or x + residual, normed if a norm is given, times the transpose of weight [out, in], plus bias.
 
     With `gated` the weight is [gate, up], and the result silu(gate) * up: [out / 2]. Also returns x + residual. All
-    of one type, contiguous; the sum, the normed row, gate and up are rounded to it, as if they had been written.
+    of one type, contiguous; the sum, the normed row, gate and up are rounded to it, as if they had been written. The
+    result is of that type, or of out_dtype.
     """
     num_in, num_out = weight.shape[1], weight.shape[0] // (2 if gated else 1)
-    out = torch.empty(num_out, dtype=x.dtype, device=x.device)
+    out = torch.empty(num_out, dtype=out_dtype or x.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(x)
     _gemv[(triton.cdiv(num_out, tile.rows),)](
         x, residual, None if norm is None else norm.gain, weight, bias, out, total,
@@ -74,7 +76,9 @@ def _weights(weight, place, column, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     if WIDTH % BLOCK == 0:
         return tl.load(weight + place, eviction_policy="evict_first")
     else:
-        return tl.load(weight + place, mask=(column < WIDTH)[None, :], other=0.0, eviction_policy="evict_first")
+        return tl.load(
+            weight + place, mask=(column < WIDTH)[None, :], other=0.0, eviction_policy="evict_first"
+        )
 
 
 @triton.jit(do_not_specialize=["num_out"])
@@ -128,4 +132,4 @@ def _gemv(
         gate = rounded(result, dtype).to(tl.float32)
         activated = rounded(gate / (1.0 + tl.exp(-gate)), dtype).to(tl.float32)
         result = activated * rounded(tl.sum(up_sums, 1), dtype).to(tl.float32)
-    tl.store(out + row, rounded(result, dtype), mask=row < num_out)
+    tl.store(out + row, rounded(result, out.dtype.element_ty), mask=row < num_out)

@@ -1,8 +1,10 @@
 """Products with a weight, and what is fused with them: which kernel takes which shape.
 
 One row: a kernel of our own reads the weight once, with norm, residual, bias and activation in the same pass. A few
-rows of a narrow type: tensor cores, with the activation in the same pass. More: torch, that is cuBLAS. The choice is
-made by shapes and types alone. All accumulate in float32 and round where the reference rounds.
+rows of a narrow type and a weight of many: tensor cores, with the activation in the same pass. Else torch, that is
+cuBLAS. The choice is made by shapes and types alone; it is what was fastest within the captured decode steps of three
+models on an H200 (tests/bench/results/h200_products.json, measured by tests/bench/gpu_gemm.py). All accumulate in
+float32 and round where the reference rounds.
 """
 
 import torch
@@ -17,22 +19,45 @@ from purestep.kernels.triton.shared import FLOATS
 from purestep.kernels.triton.skinny import SkinnyTile, skinny
 from purestep.kernels.types import Kernels
 
-MOST_TOKENS = 16  # of a product that is not torch's
+MANY_ROWS = 6400  # of each half of a gated weight: a hundred programs of 64
+VOCABULARY = 32768  # rows of a weight that is a head
 
 
 def tile_for(
-    num_tokens: int, num_out: int, num_in: int, dtype: torch.dtype, *, gated: bool
+    num_tokens: int,
+    num_out: int,
+    num_in: int,
+    dtype: torch.dtype,
+    *,
+    gated: bool = False,
+    normed: bool = False,
 ) -> GemvTile | SkinnyTile | None:
     """How to cut x [num_tokens, num_in] times the transpose of a weight [num_out, num_in], or two if gated; None:
-    torch's product is to be used."""
+    torch's product is to be used. `normed`: a norm of x is made on the way."""
     if num_tokens == 1:
-        columns = next((c for c in (2048, 1024, 512) if num_in % c == 0), None)
-        columns = columns or min(triton.next_power_of_2(num_in), 2048)
-        return GemvTile(rows=4, columns=columns, num_warps=8 if gated else 4)
-    if 1 < num_tokens <= MOST_TOKENS and dtype.itemsize == 2:
-        rows = 16 if num_out <= 2112 else 32
-        return SkinnyTile(16, rows, 128 if gated else 256, 4, 4, False)
+        return _tile_for_one(num_in, gated=gated, normed=normed)
+    if dtype.itemsize != 2 or num_out < (MANY_ROWS if gated else VOCABULARY):
+        return None
+    if num_tokens <= 16:
+        return SkinnyTile(16, 64, 64, 4, 6) if gated else SkinnyTile(16, 64, 128, 4, 4)
+    if gated and 32 < num_tokens <= 64 and num_in <= 2048:
+        return SkinnyTile(64, 64, 64, 4, 5)
     return None
+
+
+def _tile_for_one(num_in: int, *, gated: bool, normed: bool) -> GemvTile | None:
+    """The tile for one row: columns that divide it if any do, and as many rows as keep enough on their way."""
+    divisors = [c for c in (2048, 1024, 512) if num_in % c == 0]
+    columns = divisors[0] if divisors else min(triton.next_power_of_2(num_in), 2048)
+    if gated:
+        if num_in > 2048:
+            return None
+        return GemvTile(2, columns, 4) if columns == 2048 else GemvTile(4, columns, 8)
+    if normed and num_in > 2048:
+        return GemvTile(8, min(columns, 1024), 4)
+    if num_in > 2048 and columns == 2048:
+        return GemvTile(1, columns, 4)
+    return GemvTile(4, columns, 4)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -45,6 +70,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return functional.linear(x, weight, bias)
 
 
+def logits(kernels: Kernels, x: Tensor, weight: Tensor) -> Tensor:
+    """x [n, in] times the transpose of weight [vocab, in], as it was summed: float32 [n, vocab]."""
+    tile = _tile(x, weight) if _is_own(kernels) else None
+    if isinstance(tile, GemvTile):
+        return gemv(x.flatten(), weight, out_dtype=torch.float32, tile=tile)[0].view(*x.shape[:-1], -1)
+    if isinstance(tile, SkinnyTile):
+        return skinny(x.flatten(0, -2), weight, out_dtype=torch.float32, tile=tile).view(*x.shape[:-1], -1)
+    if x.is_cuda and x.ndim == 2 and x.dtype.itemsize == 2 and x.dtype == weight.dtype and _is_own(kernels):
+        return torch.mm(x, weight.T, out_dtype=torch.float32)
+    return compositions.logits(kernels, x, weight)
+
+
 def norm_linear(
     kernels: Kernels,
     x: Tensor,
@@ -55,7 +92,7 @@ def norm_linear(
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """linear of the RMS norm of x + residual, and x + residual; one kernel for one row."""
-    tile = _tile(x, weight, bias, gain, residual) if _is_own(kernels) else None
+    tile = _tile(x, weight, bias, gain, residual, normed=True) if _is_own(kernels) else None
     if isinstance(tile, GemvTile):
         return _normed_gemv(x, residual, Norm(gain, eps), weight, bias, tile, gated=False)
     return compositions.norm_linear(kernels, x, residual, gain, eps, weight, bias)
@@ -65,11 +102,13 @@ def norm_gate_up(
     kernels: Kernels, x: Tensor, residual: Tensor | None, gain: Tensor, eps: float, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
     """silu(gate) * up of the RMS norm of x + residual, and x + residual; one kernel for one row, two for a few."""
-    tile = _tile(x, weight, None, gain, residual, gated=True) if _is_own(kernels) else None
+    tile = _tile(x, weight, gain, residual, gated=True, normed=True) if _is_own(kernels) else None
     if isinstance(tile, GemvTile):
         return _normed_gemv(x, residual, Norm(gain, eps), weight, None, tile, gated=True)
     if isinstance(tile, SkinnyTile):
-        normed, total = (rms_norm(x, gain, eps), x) if residual is None else add_rms_norm(x, residual, gain, eps)
+        normed, total = (
+            (rms_norm(x, gain, eps), x) if residual is None else add_rms_norm(x, residual, gain, eps)
+        )
         out = skinny(normed.flatten(0, -2), weight, gated=True, tile=tile)
         return out.view(*x.shape[:-1], -1), total
     return compositions.norm_gate_up(kernels, x, residual, gain, eps, weight)
@@ -97,7 +136,7 @@ def _is_own(kernels: Kernels) -> bool:
 
 
 def _tile(
-    x: Tensor, weight: Tensor, *others: Tensor | None, gated: bool = False
+    x: Tensor, weight: Tensor, *others: Tensor | None, gated: bool = False, normed: bool = False
 ) -> GemvTile | SkinnyTile | None:
     """How to cut the product; None if types or strides are not those that our kernels take."""
     given = (x, weight, *(other for other in others if other is not None))
@@ -106,4 +145,4 @@ def _tile(
     if any(t.dtype != x.dtype or not t.is_contiguous() for t in given):
         return None
     num_out, num_in = weight.shape[0] // (2 if gated else 1), weight.shape[1]
-    return tile_for(x.numel() // num_in, num_out, num_in, x.dtype, gated=gated)
+    return tile_for(x.numel() // num_in, num_out, num_in, x.dtype, gated=gated, normed=normed)

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from purestep.kernels.reference.rope import Scaling
-from purestep.kernels.triton.shared import FLOATS, early_launch, let_next_begin, rounded, wait_for_previous
+from purestep.kernels.triton.shared import FLOATS, early_launch, rounded, take_turn
 
 ENTRIES = 256  # per program
 
@@ -25,7 +25,9 @@ def angles(
         TypeError: dtype is not float32, bfloat16 or float16.
     """
     if dtype not in FLOATS:
-        raise TypeError(f"angles were asked for in {dtype}; the Triton kernels give float32, bfloat16 and float16")
+        raise TypeError(
+            f"angles were asked for in {dtype}; the Triton kernels give float32, bfloat16 and float16"
+        )
     half = head_dim // 2
     cos = torch.empty(len(positions), half, dtype=dtype, device=positions.device)
     sin = torch.empty_like(cos)
@@ -45,8 +47,7 @@ def _angles(
     LOW: tl.constexpr, HIGH: tl.constexpr, CONTEXT: tl.constexpr, SLOWED: tl.constexpr, ENTRIES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    let_next_begin(EARLY)
-    wait_for_previous(EARLY)
+    take_turn(EARLY)
     entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     exponent = (entry % HALF).to(tl.float64) * tl.full([ENTRIES], STEP, tl.float64)
     frequency = tl.exp2(exponent)

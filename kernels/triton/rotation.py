@@ -10,13 +10,13 @@ import triton.language as tl
 from torch import Tensor
 
 from purestep.kernels.record import record
-from purestep.kernels.triton.shared import early_launch, let_next_begin, rounded, wait_for_previous
-from purestep.kernels.triton.softmax import is_wide, lanes
+from purestep.kernels.triton.shared import early_launch, rounded, take_turn
+from purestep.kernels.triton.softmax import lanes
 
 
 @record
 class Rotation:
-    """How queries and keys are turned: cos and sin [tokens, dim / 2]; before, norms with a gain [dim] each, if given."""
+    """How queries and keys are turned: cos and sin [tokens, dim / 2]; before that normed, if gains [dim] are given."""
 
     cos: Tensor
     sin: Tensor
@@ -40,7 +40,7 @@ def check_rotation(function: str, q: Tensor, rotation: Rotation) -> None:
 def turn_and_write(
     q: Tensor, k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor, rotation: Rotation
 ) -> Tensor:
-    """Write the turned k [tokens, kv_heads, dim], and v, into `kv` at their slots; the turned q [tokens, heads, dim]."""
+    """The turned q [tokens, heads, dim]; the turned k [tokens, kv_heads, dim], and v, are written into their slots."""
     num_tokens, num_heads, dim = q.shape
     turned = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if num_tokens:
@@ -49,7 +49,7 @@ def turn_and_write(
             rotation.eps, kv.shape[0], q.stride(0), q.stride(1), *k.stride()[:2], *v.stride()[:2], *kv.stride()[:4],
             Q_HEADS=num_heads, KV_HEADS=k.shape[1], Q_ROWS=triton.next_power_of_2(num_heads),
             KV_ROWS=triton.next_power_of_2(k.shape[1]), DIM=dim, WIDTH=lanes(dim), BLOCK_SIZE=kv.shape[2],
-            enable_fp_fusion=not is_wide(q.dtype), **early_launch(),
+            enable_fp_fusion=False, **early_launch(),
         )  # fmt: skip
     return turned
 
@@ -87,7 +87,7 @@ def load_turned(heads, lane, exists, cosine, sine, gain, eps, DIM: tl.constexpr,
 
 @triton.jit
 def place_of(slot_mapping, token, num_blocks, kv_block, kv_slot, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr):
-    """Where a token's slot begins in the cache, and how many lanes may be written there: none if there is no such slot."""
+    """Where a token's slot begins in the cache, and how many lanes may be written there: 0 if there is no such slot."""
     slot = tl.load(slot_mapping + token).to(tl.int64)
     inside = (slot >= 0) & (slot < num_blocks.to(tl.int64) * BLOCK_SIZE)
     return slot // BLOCK_SIZE * kv_block + slot % BLOCK_SIZE * kv_slot, tl.where(inside, DIM, 0)
@@ -100,8 +100,7 @@ def _turn_and_write(
     Q_ROWS: tl.constexpr, KV_ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    let_next_begin(EARLY)
-    wait_for_previous(EARLY)
+    take_turn(EARLY)
     token = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, WIDTH)[None, :]
     dtype: tl.constexpr = turned.dtype.element_ty

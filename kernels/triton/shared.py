@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # The interpreter takes bfloat16 for integers in arithmetic, so what is loaded is widened at once; and it cuts bits off
 # where a device rounds, so what is narrowed goes through `rounded`.
@@ -48,9 +49,9 @@ def check_rows(function: str, **tensors: Tensor) -> None:
 def early_launch() -> dict[str, bool]:
     """Options of a launch that may begin while the kernel before it still runs, if the device can do that.
 
-    Such a kernel calls `let_next_begin` and, in all of its programs, `wait_for_previous`. Until the wait it reads
-    nothing but weights, which no kernel of a step writes, and writes nothing: so results do not depend on timing.
-    A kernel that ends has waited for the one before it, so that waiting for one is waiting for all.
+    Such a kernel calls, in all of its programs, `let_next_begin` and `wait_for_previous`, or `take_turn`. Until the
+    wait it reads nothing but weights, which no kernel of a step writes, and writes nothing: so results do not depend on
+    timing. A kernel that ends has waited for the one before it, so that waiting for one is waiting for all.
     Source: https://docs.nvidia.com/cuda/cuda-c-programming-guide (programmatic dependent launch).
     """
     early = _can_begin_early()
@@ -67,16 +68,23 @@ def _can_begin_early() -> bool:
 
 @triton.jit
 def let_next_begin(EARLY: tl.constexpr):
-    """The kernel behind this one may begin once all programs of this one have; where it waits, it waits for their end."""
+    """The kernel behind this one may begin once all programs of this one have; it waits for their end by itself."""
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
+        gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_previous(EARLY: tl.constexpr):
     """Until the kernel before this one has ended and what it wrote can be read."""
     if EARLY:
-        tl.extra.cuda.gdc_wait()
+        gdc_wait()
+
+
+@triton.jit
+def take_turn(EARLY: tl.constexpr):
+    """Both, for a kernel that has nothing to do until it can read what was written before."""
+    let_next_begin(EARLY)
+    wait_for_previous(EARLY)
 
 
 @triton.jit

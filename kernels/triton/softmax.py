@@ -18,12 +18,14 @@ LOG2_E = math.log2(math.e)
 
 @record(static=True)
 class Tile:
-    """How a kernel is cut: query rows (heads of one group count as rows), keys a step, warps, pipeline stages."""
+    """How a kernel is cut: query rows (heads of one group count as rows), keys a step, warps, pipeline stages; and
+    whether its first keys are fetched before the query, which saves a round trip where programs are few."""
 
     rows: int
     keys: int
     num_warps: int
     num_stages: int
+    fetch_first: bool = False
 
 
 @record(static=True)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from purestep.kernels.triton.shared import check_rows, early_launch, let_next_begin, wait_for_previous
+from purestep.kernels.triton.shared import check_rows, early_launch, take_turn
 
 ENTRIES = 256  # of a scatter, per program
 
@@ -133,8 +133,7 @@ def _move_entries(
     source, target, source_index, target_index, index_step, num_sources, num_targets, width, source_step,
     target_step, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    let_next_begin(EARLY)
-    wait_for_previous(EARLY)
+    take_turn(EARLY)
     entry = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     origin = entry

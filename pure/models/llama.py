@@ -6,7 +6,6 @@ residual): each sub-layer's output is added to the residual by the norm that fol
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from purestep.kernels.types import Kernels
@@ -157,4 +156,4 @@ def head(
     piece: Piece, weights: Any, carried: Carried, inputs: ModelInputs | None, *, kernels: Kernels
 ) -> Carried:
     """Logits of the given hidden states."""
-    return (kernels.linear(carried[0], weights, None),)
+    return (kernels.logits(kernels, carried[0], weights),)

@@ -9,7 +9,12 @@ from purestep.pure.models.config import RopeConfig
 
 
 def rope_cos_sin(
-    rope: RopeConfig, positions: Int[Tensor, " tokens"], head_dim: int, dtype: torch.dtype, *, kernels: Kernels
+    rope: RopeConfig,
+    positions: Int[Tensor, " tokens"],
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    kernels: Kernels,
 ) -> tuple[Float[Tensor, "tokens half"], Float[Tensor, "tokens half"]]:
     """cos and sin of every token's angles, in `dtype`; computed once a step, in float32 or wider."""
     scaling, numbers = rope.scaling, None

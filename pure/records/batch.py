@@ -1,7 +1,6 @@
 """The host's record of who is in which row: columns that a steady step shares, cold records that it never touches."""
 
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 from jaxtyping import Int32
@@ -57,7 +56,6 @@ class CachedRequestState:
     sampling_params: SamplingParams
     stream: int
     num_computed_tokens: int
-    lora_request: Any = None
 
 
 @record

@@ -23,6 +23,11 @@ class SamplerShape:
     constraints: bool = False  # allowed ids, bad words, bias, many stop ids
     num_logprobs: int | None = None  # the largest asked for
     logprobs_modes: tuple[str, ...] = ()  # those asked for, in the order of LOGPROBS_MODES
+    kept_mass: bool = False
+    extras: bool = False  # logits processors or chosen ids: sampling takes them beside the state
+    prompt_logprobs: bool = (
+        False  # nothing for the sampler: whoever runs the step computes them between its halves
+    )
 
 
 @record(static=True)
@@ -59,6 +64,7 @@ def bucket(length: int) -> int:
 
 
 RANDOM, TRUNCATED, PENALTIES, MIN_TOKENS, CONSTRAINTS, FIRST_MODE = 1, 2, 4, 8, 16, 32
+KEPT_MASS, EXTRAS, PROMPT_LOGPROBS = (FIRST_MODE << len(LOGPROBS_MODES) + i for i in range(3))
 
 
 def sampler_features(params: SamplingParams, vocab_size: int, eos_token_ids: tuple[int, ...]) -> int:
@@ -76,7 +82,13 @@ def sampler_features(params: SamplingParams, vocab_size: int, eos_token_ids: tup
         bits |= MIN_TOKENS
     if params.min_tokens and len(stop_ids_of(params, eos_token_ids)[0]) > MAX_STOP_IDS:
         bits |= CONSTRAINTS
-    if params.logprobs is not None:
+    if params.kept_mass:
+        bits |= KEPT_MASS
+    if params.logits_processors or params.logprob_token_ids:
+        bits |= EXTRAS
+    if params.prompt_logprobs is not None:
+        bits |= PROMPT_LOGPROBS
+    if params.logprobs is not None or params.logprob_token_ids:
         bits |= FIRST_MODE << LOGPROBS_MODES.index(params.logprobs_mode)
     return bits
 
@@ -91,4 +103,7 @@ def sampler_shape(features: int, num_logprobs: int) -> SamplerShape:
         constraints=bool(features & CONSTRAINTS),
         num_logprobs=None if num_logprobs < 0 else num_logprobs,
         logprobs_modes=tuple(m for i, m in enumerate(LOGPROBS_MODES) if features & FIRST_MODE << i),
+        kept_mass=bool(features & KEPT_MASS),
+        extras=bool(features & EXTRAS),
+        prompt_logprobs=bool(features & PROMPT_LOGPROBS),
     )

@@ -24,6 +24,18 @@ class LogprobsTensors:
 
 
 @record
+class KeptMass:
+    """How likely sampled tokens were as they were drawn, and how much of the distribution was left to draw from.
+
+    A token's log-probability before the cuts, all else done, is `drawn_logprobs + log_mass`: what a trainer that does
+    not cut compares with. Greedy tokens are told of as if drawn at temperature 1, without cuts.
+    """
+
+    drawn_logprobs: Float[Array, " tokens"]  # of the token, in the distribution that it was drawn from
+    log_mass: Float[Array, " tokens"]  # log of what top-k, top-p and min-p kept; 0 without a cut
+
+
+@record
 class SampledTokens:
     """What sampling makes of a batch's logits, before anything is kept or thrown away."""
 
@@ -31,6 +43,8 @@ class SampledTokens:
     stops: Bool[Tensor, " reqs"]  # the token is one of the row's stop ids, and min_tokens is reached
     has_nan: Bool[Tensor, " reqs"]  # some logit of the row is NaN or +inf
     logprobs_tensors: LogprobsTensors | None
+    id_logprobs: Float[Tensor, "reqs ids"] | None = None  # of the ids that were asked for, -inf behind them
+    kept_mass: KeptMass | None = None
 
 
 @record
@@ -42,6 +56,8 @@ class StepOutput:
     active: Bool[Array, " reqs"]  # False once the row hit a stop id, its length limit or NaN logits
     has_nan: Bool[Array, " reqs"]
     logprobs_tensors: LogprobsTensors | None = None
+    id_logprobs: Float[Array, "reqs ids"] | None = None  # as in SampledTokens
+    kept_mass: KeptMass | None = None
 
 
 def host_columns(output: StepOutput, num_reqs: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:

@@ -17,6 +17,7 @@ from purestep.pure.persistent import Map
 from purestep.pure.records.block_pool import BlockPool
 from purestep.pure.records.sampling_params import SamplingParams
 
+Blocks = tuple[Int32[np.ndarray, " _blocks"], ...]  # ids, per KV group
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -214,8 +215,6 @@ class Queue:
     log: TokenLog
     news: News
     in_flight: tuple[StepInFlight, ...] = ()  # oldest first
-    moments: Mapping[Any, tuple[Int32[np.ndarray, " blocks"], ...]] = MappingProxyType(
-        {}
-    )  # what they hold, per group
+    moments: Mapping[Any, Blocks] = MappingProxyType({})  # by name, what each of them holds
     kv_version: KVVersion = KVVersion()
     next_ticket: int = 0

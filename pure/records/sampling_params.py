@@ -4,6 +4,8 @@
 - Randomness has two names: `seed`, and `stream`, which tells apart requests that share a seed.
 - `bad_words_token_ids` are token ids already, and `logprobs_mode` is a request's own.
 - Greedy requests may ask for several samples; they are equal.
+- `logits_processors` are functions with a request's own parameters, not classes that an engine was made with.
+- `kept_mass` is ours.
 """
 
 import operator
@@ -14,6 +16,7 @@ import attrs
 
 from purestep.kernels.record import record, replace
 from purestep.pure.errors import InvalidParameterError
+from purestep.pure.records.logits_processor import LogitsProcessor
 
 MAX_BIAS = 100.0
 GREEDY_BELOW = 1e-5
@@ -47,6 +50,14 @@ def _words(name: str) -> Callable[[Iterable[Iterable[int]] | None], tuple[tuple[
             raise InvalidParameterError(f"{name} must be lists of token ids, got {value!r}") from None
 
     return convert_all
+
+
+def _processors(value: Iterable[LogitsProcessor] | None) -> tuple[LogitsProcessor, ...]:
+    if isinstance(value, LogitsProcessor):
+        return (value,)
+    if not (value is None or isinstance(value, Iterable)):
+        raise InvalidParameterError(f"logits_processors must be a list of LogitsProcessor, got {value!r}")
+    return tuple(value or ())
 
 
 def _strings(value: str | Iterable[str] | None) -> tuple[str, ...]:
@@ -98,6 +109,12 @@ class SamplingParams:
     logprobs: int | None = None  # how many of the likeliest tokens beside the sampled one; -1: all
     prompt_logprobs: int | None = None  # likewise, for each token of the prompt
     logprobs_mode: LogprobsMode = "raw_logprobs"
+    logprob_token_ids: tuple[int, ...] | None = attrs.field(  # ids to be told of at every sampled position
+        default=None, converter=_token_ids_or_none("logprob_token_ids")
+    )
+    kept_mass: bool = (
+        False  # tell what top-k, top-p and min-p kept of the distribution of every sampled token
+    )
     logit_bias: tuple[tuple[int, float], ...] = attrs.field(default=(), converter=_bias)  # clamped to +-100
     allowed_token_ids: tuple[int, ...] | None = attrs.field(
         default=None, converter=_token_ids_or_none("allowed_token_ids")
@@ -105,6 +122,7 @@ class SamplingParams:
     bad_words_token_ids: tuple[tuple[int, ...], ...] = attrs.field(
         default=(), converter=_words("bad_words_token_ids")
     )
+    logits_processors: tuple[LogitsProcessor, ...] = attrs.field(default=(), converter=_processors)
     detokenize: bool = True
     skip_special_tokens: bool = True
 
@@ -160,6 +178,9 @@ def validate(
         _validate_choice(params, vocab_size, eos_token_ids)
         if params.logprobs_mode not in LOGPROBS_MODES:
             raise _refusal("logprobs_mode", params.logprobs_mode, f"one of {', '.join(LOGPROBS_MODES)}")
+        for processor in params.logits_processors:
+            if not (isinstance(processor, LogitsProcessor) and callable(processor.apply)):
+                raise _refusal("logits_processors", processor, "LogitsProcessor records of a function")
         if not all(isinstance(text, str) and text for text in params.stop):
             raise _refusal("stop", params.stop, "strings that are not empty")
     except InvalidParameterError as error:
@@ -227,6 +248,7 @@ def _validate_ids(params: SamplingParams, vocab_size: int) -> None:
         "stop_token_ids": params.stop_token_ids,
         "logit_bias": tuple(token for token, _ in params.logit_bias),
         "allowed_token_ids": allowed or (),
+        "logprob_token_ids": params.logprob_token_ids or (),
         "bad_words_token_ids": tuple(token for word in params.bad_words_token_ids for token in word),
     }
     for name, ids in named.items():
@@ -235,6 +257,8 @@ def _validate_ids(params: SamplingParams, vocab_size: int) -> None:
             raise _refusal(f"every id in {name}", outside[0], f"in [0, {vocab_size}), the vocabulary")
     if () in params.bad_words_token_ids:
         raise _refusal("bad_words_token_ids", params.bad_words_token_ids, "words of one id at least")
+    if params.logprob_token_ids == ():
+        raise _refusal("logprob_token_ids", (), "None (none) or one id at least")
     if allowed == ():
         raise _refusal("allowed_token_ids", allowed, "None (all) or one id at least")
 

@@ -25,6 +25,7 @@ from purestep.state.engine import Engine
 from purestep.state.graphs import GraphKey
 from purestep.state.lease import Leased
 from purestep.state.moments import Moment, remember, rewind
+from purestep.state.launch import whole_step
 from purestep.state.run import run
 from purestep.state.turns import Turns
 
@@ -150,7 +151,7 @@ def plans_ahead(turns: Turns, num_steps: int) -> Plans:
                 "give the engine blocks and max_model_len for all steps"
             )
         batch = update_states(batch, scheduled)
-        padded, key = turns._dispatched(batch, absorbed)
+        padded, key = whole_step(turns.bound, turns._dispatch_keys, batch, absorbed)
         plans.append((plan_step(padded, absorbed), key))
         absorbed = padded
     return plans

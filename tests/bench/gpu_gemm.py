@@ -30,7 +30,6 @@ import purestep.kernels.triton.attention as attention_module
 import purestep.kernels.triton.decode as decode_module
 import purestep.kernels.triton.linear as linear_module
 import purestep.kernels.triton.shared as shared_module
-from purestep.kernels.triton import cuda_donating
 from purestep.kernels.triton.dense import add_rms_norm, rms_norm
 from purestep.kernels.triton.gemv import GemvTile, Norm, gemv
 from purestep.kernels.triton.skinny import SkinnyTile, skinny
@@ -53,24 +52,18 @@ ONE_ROW = [  # rows, columns, warps
     *((rows, 1024, 4) for rows in (2, 4, 8)),
     *((8, 512, 4), (16, 256, 4), (4, 2048, 8), (8, 2048, 8), (8, 1024, 8)),
 ]
-A_FEW_ROWS = [  # rows, columns, warps, stages, weight first
-    *((8, 256, 4, 5, False), (16, 128, 4, 6, False), (16, 256, 4, 4, False), (16, 512, 4, 3, False)),
-    *((16, 256, 8, 4, False), (16, 512, 8, 4, False), (32, 128, 4, 5, False), (32, 256, 4, 3, False)),
-    *((64, 64, 4, 6, True), (64, 128, 4, 4, True), (64, 128, 4, 6, True), (64, 256, 4, 3, True)),
+A_FEW_ROWS = [  # rows, columns, warps, stages
+    *((64, 64, 4, 6), (64, 64, 4, 8), (64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 4, 3), (128, 64, 8, 5)),
 ]
-SOME_ROWS = [
-    *((64, 64, 4, 5, True), (64, 128, 4, 4, True), (64, 64, 4, 8, True), (128, 64, 8, 5, True)),
-    *((32, 128, 4, 4, False), (16, 128, 4, 5, False)),
-]
-FEW_REQUESTS = [  # keys, warps, stages, programs, whether the first tile is fetched first
-    *((64, 4, 5, 528, True), (64, 4, 3, 528, True), (64, 4, 3, 528, False), (64, 4, 3, 264, True)),
-    *((128, 4, 3, 264, True), (128, 8, 3, 264, True), (128, 8, 3, 264, False), (128, 8, 3, 132, True)),
-    *((32, 4, 3, 528, True), (64, 4, 3, 1056, True), (64, 8, 3, 528, True)),
+SOME_ROWS = [(64, 64, 4, 5), (64, 128, 4, 4), (64, 64, 4, 8), (128, 64, 8, 5)]
+FEW_REQUESTS = [  # keys, warps, stages, whether the first tile is fetched first, programs
+    *((64, 4, 3, True, 528), (64, 8, 3, True, 528), (64, 4, 3, False, 528), (64, 4, 3, True, 264)),
+    *((128, 8, 3, True, 264), (128, 8, 3, False, 264), (128, 8, 3, True, 132), (32, 4, 3, True, 528)),
+    *((64, 2, 5, False, 528), (32, 2, 7, False, 528)),
 ]
 MANY_REQUESTS = [
-    *((64, 4, 5, 528, False), (64, 4, 7, 528, False), (64, 4, 3, 528, False), (128, 4, 5, 528, False)),
-    *((128, 8, 5, 528, False), (32, 2, 7, 528, False), (64, 2, 5, 528, False), (32, 4, 7, 528, False)),
-    *((64, 4, 5, 1056, True), (64, 4, 3, 1056, True)),
+    *((64, 2, 5, False, 528), (64, 4, 5, False, 528), (32, 2, 7, False, 528), (32, 4, 7, False, 528)),
+    *((64, 2, 7, False, 528), (32, 1, 7, False, 528), (32, 2, 9, False, 528)),
 ]
 
 
@@ -80,23 +73,27 @@ class Choice:
 
     tiles: dict[Site, Any] = attrs.Factory(dict)
     separate_norm: bool = False  # a kernel of its own before the product with one row
-    attention: tuple[int, int, int, int, bool] | None = None
+    attention: tuple[int, int, int, bool, int] | None = None
 
     @contextlib.contextmanager
     def made(self) -> Iterator[None]:
         own, own_tile = linear_module.tile_for, attention_module.decode_tile
 
-        def tile_for(tokens: int, outs: int, width: int, dtype: torch.dtype, *, gated: bool) -> Any:
+        def tile_for(
+            tokens: int, outs: int, width: int, *others: Any, gated: bool = False, **more: Any
+        ) -> Any:
             site = (outs, width, gated)
-            return self.tiles[site] if site in self.tiles else own(tokens, outs, width, dtype, gated=gated)
+            return (
+                self.tiles[site]
+                if site in self.tiles
+                else own(tokens, outs, width, *others, gated=gated, **more)
+            )
 
-        def decode_tile(dtype: torch.dtype, dim: int, group: int) -> Tile:
-            tile = own_tile(dtype, dim, group)
-            return tile if self.attention is None else Tile(tile.rows, *self.attention[:3])
+        def decode_tile(*arguments: Any) -> Tile:
+            tile = own_tile(*arguments)
+            return tile if self.attention is None else Tile(tile.rows, *self.attention[:4])
 
-        programs, fetch_first = decode_module.PROGRAMS, decode_module.FETCH_FIRST
-        if self.attention is not None:
-            programs, fetch_first = self.attention[3:]
+        programs = decode_module.PROGRAMS if self.attention is None else self.attention[4]
         with (
             mock.patch.object(linear_module, "tile_for", tile_for),
             mock.patch.object(
@@ -104,13 +101,19 @@ class Choice:
             ),
             mock.patch.object(attention_module, "decode_tile", decode_tile),
             mock.patch.object(decode_module, "PROGRAMS", programs),
-            mock.patch.object(decode_module, "FETCH_FIRST", fetch_first),
         ):
             yield
 
 
 def separate(
-    x: Tensor, residual: Tensor | None, norm: Norm, weight: Tensor, bias: Tensor | None, tile: Any, *, gated: bool
+    x: Tensor,
+    residual: Tensor | None,
+    norm: Norm,
+    weight: Tensor,
+    bias: Tensor | None,
+    tile: Any,
+    *,
+    gated: bool,
 ) -> tuple[Tensor, Tensor]:
     """`_normed_gemv` in two kernels."""
     if residual is None:
@@ -144,31 +147,38 @@ def tiles_of(site: Site, batch: int) -> list[Any]:
     """What to try for a product."""
     outs, _, gated = site
     if batch == 1:
-        tiles = [GemvTile(max(rows // 2, 1) if gated else rows, columns, warps) for rows, columns, warps in ONE_ROW]
+        tiles = [
+            GemvTile(max(rows // 2, 1) if gated else rows, columns, warps) for rows, columns, warps in ONE_ROW
+        ]
         return [*dict.fromkeys(tiles), None]
     few = batch <= 16
     tokens = 16 if few else 64
     found: list[Any] = [SkinnyTile(tokens, *tile) for tile in (A_FEW_ROWS if few else SOME_ROWS)]
     if gated:
         found = [t for t in found if t.rows * t.columns * t.num_stages <= 64 * 256 * 3]
-    return [t for t in found if outs >= 100 * t.rows or t.rows == 16 or not few] + [None]
+    return [*(t for t in found if outs >= 40 * t.rows), None]
 
 
 def compilations(names: dict[str, Site], batch: int) -> list[Callable[[], Any]]:
     """Calls that launch what trying those tiles will launch."""
     calls: list[Callable[[], Any]] = []
     for name, site in names.items():
-        outs, width, gated = site
+        _, width, gated = site
         x, weight = normal(batch, width, dtype=BF16), normal(128 * (2 if gated else 1), width, dtype=BF16)
         for tile in tiles_of(site, batch):
+            out_dtype = torch.float32 if name == "head" else None
             if isinstance(tile, SkinnyTile):
-                calls.append(lambda x=x, w=weight, t=tile, g=gated: skinny(x, w, gated=g, tile=t))
+                calls.append(
+                    lambda x=x, w=weight, t=tile, g=gated, d=out_dtype: skinny(
+                        x, w, gated=g, out_dtype=d, tile=t
+                    )
+                )
             elif isinstance(tile, GemvTile):
                 norm = Norm(x[0], 1e-5) if name in ("qkv", "gate_up") else None
                 for residual in {"qkv": (None, x[0]), "gate_up": (x[0],)}.get(name, (None,)):
                     calls.append(
-                        lambda x=x, w=weight, t=tile, g=gated, n=norm, r=residual: gemv(
-                            x[0], w, residual=r, norm=n, gated=g, tile=t
+                        lambda x=x, w=weight, t=tile, g=gated, n=norm, r=residual, d=out_dtype: gemv(
+                            x[0], w, residual=r, norm=n, gated=g, out_dtype=d, tile=t
                         )
                     )
     return calls
@@ -217,7 +227,7 @@ def tuned(name: str, batch: int, params: Params, deadline: float) -> tuple[Choic
                 break
             times.append((attempt(site, trial, tile), len(times)))
         if times:
-            us, place = min(times)
+            _, place = min(times)
             choice = trials[place][0]
             ranking = [f"{us:.1f} {trials[i][1]}" for us, i in sorted(times)]
             print(f"{name} x {batch} {site}: " + " | ".join(ranking[:5]) + f" ... {ranking[-1]}", flush=True)
@@ -240,7 +250,7 @@ def attention_calls(name: str, batch: int, params: Params) -> list[Callable[[], 
     few = Params(params.tree | {"layers": params.tree["layers"][:1]}, params.version)
     bare = BareStep(llama(config), few, batch)
 
-    def call(tile: tuple[int, int, int, int, bool]) -> Callable[[], Any]:
+    def call(tile: tuple[int, int, int, bool, int]) -> Callable[[], Any]:
         def run() -> None:
             with Choice(attention=tile).made():
                 bare.run()
@@ -281,18 +291,26 @@ def measured(name: str, batch: int, params: Params, choice: Choice, with_profile
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path)
     parser.add_argument("--shapes", nargs="*", default=["1B"])
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 8, 64, 256])
     parser.add_argument("--no-checks", action="store_true")
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--seconds", type=float, default=200.0, help="no further tile is tried after this long")
+    parser.add_argument(
+        "--seconds", type=float, default=200.0, help="no further tile is tried after this long"
+    )
     parser.add_argument("--seed", type=int, default=time.time_ns() % 2**31)
     options = parser.parse_args()
     begun, failed = time.monotonic(), 0
-    versions = {"torch": torch.__version__, "triton": triton.__version__, "device": torch.cuda.get_device_name()}
+    versions = {
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "device": torch.cuda.get_device_name(),
+    }
     report: dict[str, Any] = {"date": datetime.date.today().isoformat(), "versions": versions, "lines": []}
 
     def save() -> None:
@@ -327,7 +345,9 @@ def main() -> int:
                 report["lines"] += lines
             line = measured(name, batch, params, choice, options.profile and name == options.shapes[0])
             tiles = {site: str(choice.tiles.get(key, "own")) for site, key in sites(SHAPES[name]).items()}
-            report["lines"].append(line | {"tiles": tiles, "attention": choice.attention, "separate": choice.separate_norm})
+            report["lines"].append(
+                line | {"tiles": tiles, "attention": choice.attention, "separate": choice.separate_norm}
+            )
             save()
         del params
         torch.cuda.empty_cache()

@@ -210,7 +210,7 @@ def decode_tiles(name: str, batch: int) -> list[Bench]:
         attention_case(requests, heads=heads, kv_heads=kv_heads, dim=dim, dtype=BF16, device="cuda", seed=i)
         for i in range(sets)
     ]
-    rows = decode_tile(BF16, dim, heads // kv_heads).rows
+    rows = decode_tile(BF16, dim, heads // kv_heads, batch * kv_heads).rows
     found = []
     for programs in (132, 264, 528, 1056):
         for keys, warps, stages in (
@@ -258,7 +258,7 @@ def decode_call(case: AttentionCase, tile: Tile, programs: int) -> Call:
 
     def call() -> Tensor:
         with programs_wanted(programs):
-            return decode(*read_only(case), max_seq_len=case.static["max_seq_len"], form=form, tile=tile)
+            return decode(**case.tensors, max_seq_len=case.static["max_seq_len"], form=form, tile=tile)
 
     return call
 

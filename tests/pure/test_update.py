@@ -271,6 +271,7 @@ REFUSED = {
     "features of images": Refused(
         _with_new(mm_features=("an image",)), "'c' brings mm_features: not supported"
     ),
+    "an adapter": Refused(_with_new(lora_request="an adapter"), "'c' brings lora_request: not supported"),
     "pooling": Refused(
         _with_new(sampling_params=None, pooling_params={"task": "embed"}),
         "'c' brings pooling_params: not supported",

@@ -24,6 +24,7 @@ from purestep.pure.models.initialize import random_params, tiny_config
 from purestep.pure.models.llama import llama
 from purestep.pure.record import replace
 from purestep.pure.records.params import Params
+from purestep.pure.records.logits_processor import LogitsProcessor
 from purestep.pure.records.sampling_params import SamplingParams
 from purestep.state.buffers import leaves
 from purestep.state.engine import Engine
@@ -161,7 +162,26 @@ BAD = {
     "no whole number": ((1, 2.5), GREEDY, InvalidRequestError),
     "NaN temperature": ((1,), SamplingParams(temperature=float("nan")), InvalidParameterError),
     "negative top_p": ((1,), SamplingParams(top_p=-0.1), InvalidParameterError),
-    "log-probabilities of the prompt": ((1,), SamplingParams(prompt_logprobs=1), InvalidParameterError),
+    "log-probabilities of an unknown id": (
+        (1,),
+        SamplingParams(logprob_token_ids=[64]),
+        InvalidParameterError,
+    ),
+    "a processor that raises": (
+        (1,),
+        SamplingParams(logits_processors=[LogitsProcessor(lambda logits, history, params: 1 / 0)]),
+        InvalidParameterError,
+    ),
+    "an empty prompt and a processor": (
+        (),
+        SamplingParams(logits_processors=[LogitsProcessor(lambda logits, history, params: 1 / 0)]),
+        InvalidRequestError,
+    ),
+    "a processor that returns other logits": (
+        (1,),
+        SamplingParams(logits_processors=[LogitsProcessor(lambda logits, history, params: logits[:, 1:])]),
+        InvalidParameterError,
+    ),
     "unknown id in bias": ((1,), SamplingParams(logit_bias={64: 1.0}), InvalidParameterError),
     "unknown id in allowed set": ((1,), SamplingParams(allowed_token_ids=[99]), InvalidParameterError),
 }

@@ -43,9 +43,7 @@ def words() -> Tokenizer:
 def seen(outputs: dict[str, RequestOutput]) -> dict[str, Any]:
     """Of all results, what does not depend on when they were had: tokens, ends, log-probabilities within rounding."""
     return {
-        req_id: [
-            (o.token_ids, o.text, o.finish_reason, o.stop_reason, _rounded(o)) for o in output.outputs
-        ]
+        req_id: [(o.token_ids, o.text, o.finish_reason, o.stop_reason, _rounded(o)) for o in output.outputs]
         for req_id, output in outputs.items()
     }
 
@@ -76,7 +74,9 @@ def something_else(own: Engine, rng: Random) -> None:
         free = [name for name in "xyz" if name not in own._turns.now.book.numbers]
         parents = [name for name in "abc" if name in own._turns.now.book.numbers]
         if free and parents and rng.random() < 0.4:
-            with suppress(OutOfRowsError, InvalidRequestError):  # there is no room, or its first sample has ended
+            with suppress(
+                OutOfRowsError, InvalidRequestError
+            ):  # there is no room, or its first sample has ended
                 own.fork(rng.choice(parents), rng.choice(free))
         elif free:
             own.add_request(rng.choice(free), rng.choice(PROMPTS), rng.choice(KINDS))
@@ -305,16 +305,19 @@ def test_a_moment_outlives_a_step_that_fails() -> None:
             own.rewind(moment)
             assert drained(own)["r"].token_ids == first
         with engine() as own:
-            assert own.generate(PROMPTS[4], SamplingParams(seed=2, max_tokens=12, stream=0), progress=False)[
-                0
-            ].token_ids == first
+            assert (
+                own.generate(PROMPTS[4], SamplingParams(seed=2, max_tokens=12, stream=0), progress=False)[
+                    0
+                ].token_ids
+                == first
+            )
 
 
 def test_a_moment_is_refused_where_it_does_not_belong() -> None:
     with engine() as own, engine() as other:
         moment, closed = own.remember(), own.remember()
         closed.close()
-        before = digest(own._turns.now.queue)
+        before = digest(own._turns.swept().queue)
         with pytest.raises(StaleStateError, match="of another engine"):
             other.rewind(moment)
         with pytest.raises(StaleStateError, match="is closed"):

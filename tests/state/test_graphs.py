@@ -185,6 +185,11 @@ def test_closing_the_engine_drops_its_graphs() -> None:
         (SamplerShape(random=True, truncated=True), SamplerShape(random=True), True),
         (SamplerShape(random=True, truncated=True), SamplerShape(penalties=True), False),
         (SamplerShape(random=True), SamplerShape(constraints=True), False),
+        (SamplerShape(), SamplerShape(extras=True), False),
+        (SamplerShape(extras=True), SamplerShape(extras=True), False),
+        (SamplerShape(), SamplerShape(prompt_logprobs=True), True),
+        (SamplerShape(), SamplerShape(kept_mass=True), False),
+        (SamplerShape(kept_mass=True), SamplerShape(), True),
         (SamplerShape(num_logprobs=5, logprobs_modes=("raw_logprobs",)), SamplerShape(), False),
         (
             SamplerShape(num_logprobs=5, logprobs_modes=("raw_logprobs",)),

@@ -9,13 +9,13 @@ import torch
 
 from purestep.kernels.donating import donating
 from purestep.kernels.reference import reference
-from purestep.pure.errors import DispatchError, FreshStorageError, PlanBaseError, StaleStateError
+from purestep.pure.errors import DispatchError, ExtrasError, FreshStorageError, PlanBaseError, StaleStateError
 from purestep.pure.models.initialize import random_params, tiny_config
 from purestep.pure.models.llama import llama
 from purestep.pure.plan import plan_step
 from purestep.pure.record import replace
 from purestep.pure.records.batch import BatchLimits, InputBatch
-from purestep.pure.records.layout import Layout
+from purestep.pure.records.layout import Layout, SamplerShape
 from purestep.pure.records.sampling_params import SamplingParams
 from purestep.pure.records.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from purestep.pure.records.state import StepState
@@ -128,6 +128,17 @@ def test_a_batch_that_is_padded_past_the_buffers_is_refused_and_the_lease_stays_
         run(bound, leased, plan_step(replace(batch, layout=wide), leased.absorbed))
     with pytest.raises(DispatchError, match="a layout of 4 requests"):
         bound.buffers.laid_out(wide)
+    run(bound, leased, plan_step(batch, leased.absorbed))
+
+
+def test_whole_steps_of_requests_with_processors_are_refused_and_the_lease_stays_good() -> None:
+    bound = bound_step()
+    leased, batch = bound.buffers.lease(), first_batch()
+    bounds = replace(batch.layout.bounds, sampler=SamplerShape(extras=True))
+    asking = replace(batch, layout=replace(batch.layout, bounds=bounds))
+
+    with pytest.raises(ExtrasError, match="1 whole steps, of requests with logits_processors"):
+        run(bound, leased, plan_step(asking, leased.absorbed))
     run(bound, leased, plan_step(batch, leased.absorbed))
 
 

@@ -52,7 +52,11 @@ class BareStep:
         bounds = LayoutBounds(batch, batch, 1, bucket(longest))
         self.state: StepState = replace(empty, layout=Layout(rows[:batch].clone(), rows, bounds))
         self.tokens = torch.randint(
-            model.vocab_size, self.state.token_ids.shape, generator=generator, device=device, dtype=torch.int32
+            model.vocab_size,
+            self.state.token_ids.shape,
+            generator=generator,
+            device=device,
+            dtype=torch.int32,
         )
         self.reset()
 

@@ -105,11 +105,21 @@ def call_products(dtype: torch.dtype) -> None:
     kernels = cuda_donating()
     for tokens in (1, 5):
         for width in (96, 2048, 3072, 8192):
-            x, gain, bias = meta(tokens, width, dtype=dtype), meta(width, dtype=dtype), meta(1000, dtype=dtype)
+            x, gain, bias = (
+                meta(tokens, width, dtype=dtype),
+                meta(width, dtype=dtype),
+                meta(1000, dtype=dtype),
+            )
             weight = meta(1000, width, dtype=dtype)
             kernels.linear(x, weight, bias)
             kernels.norm_linear(kernels, x, x, gain, 1e-5, weight)
             kernels.norm_gate_up(kernels, x, x, gain, 1e-5, weight)
+            kernels.logits(kernels, x, weight)
+    for tokens in (5, 40):
+        for width in (96, 2048):
+            x = meta(tokens, width, dtype=dtype)
+            kernels.norm_gate_up(kernels, x, x, x[0], 1e-5, meta(2 * 8192, width, dtype=dtype))
+            kernels.logits(kernels, x, meta(40000, width, dtype=dtype))
 
 
 def call_the_rest() -> None:

@@ -37,7 +37,7 @@ BF16 = torch.bfloat16
 PRODUCTS = [  # results, width
     *((3072, 2048), (2048, 2048), (8192, 2048), (2048, 8192)),
     *((4096, 1024), (1024, 2048), (3072, 1024), (1024, 3072)),
-    *((6144, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (1000, 576), (515, 96)),
+    *((6144, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (20000, 1024), (6500, 600), (515, 96)),
 ]
 
 
@@ -61,7 +61,7 @@ def _launching(seed: int) -> Iterator[Callable[[], Any]]:
     """Calls that launch what the checks will launch."""
     for dtype in (BF16, torch.float16, torch.float32):
         for outs, width in _sizes(dtype):
-            yield lambda dtype=dtype, outs=outs, width=width: _product(dtype, min(outs, 96), width)
+            yield lambda dtype=dtype, outs=outs, width=width: _product(dtype, outs, width)
     for name in SHAPES:
         yield lambda name=name: _attend_qkv(name, seed)
     yield _ends
@@ -105,7 +105,7 @@ def _product(dtype: torch.dtype, outs: int, width: int) -> list[float]:
     kernels, errors = cuda_donating(), []
     weight = normal(2 * outs, width, dtype=dtype) * width**-0.5
     gain, bias, wide = normal(width, dtype=dtype), normal(outs, dtype=dtype), weight.double()
-    for tokens in (1, 2, 5, 16, 17):
+    for tokens in (1, 2, 5, 16, 17, 40):
         x, residual = normal(tokens, width, dtype=dtype), normal(tokens, width, dtype=dtype)
         total = residual + x
         normed = reference.rms_norm(total, gain, 1e-5).double()
@@ -116,6 +116,7 @@ def _product(dtype: torch.dtype, outs: int, width: int) -> list[float]:
             relative_error(plain, x.double() @ wide[:outs].T + bias.double()),
             relative_error(fused, normed @ wide[:outs].T + bias.double()),
             relative_error(gated, reference.silu_and_mul(normed @ wide.T)),
+            relative_error(kernels.logits(kernels, x, weight), x.double() @ wide.T),
             0.0 if same(own_total, total) and same(also, total) else float("inf"),
         ]
     return errors
@@ -137,7 +138,14 @@ def _attend_qkv(name: str, seed: int) -> tuple[bool, str]:
     for label, (requests, form) in batches.items():
         for has_norm in (False, True):
             case = attention_case(
-                requests, heads=heads, kv_heads=kv_heads, dim=dim, dtype=BF16, device="cuda", seed=seed, **form
+                requests,
+                heads=heads,
+                kv_heads=kv_heads,
+                dim=dim,
+                dtype=BF16,
+                device="cuda",
+                seed=seed,
+                **form,
             )
             t = case.tensors
             qkv = torch.cat((t["q"], t["k"], t["v"]), 1).flatten(1)

@@ -22,6 +22,8 @@ LEFT_TO_TORCH = {
     "ban_tokens",
     "add_bias",
     "temperature_offset",
+    "apply_grammar_bitmask",
+    "gather_ids",
 }
 
 

@@ -11,7 +11,6 @@ from purestep.kernels.reference import reference
 from tests.kernels.triton.device import DEVICE, few, quiet
 from tests.laws import assert_pure, equal
 
-import purestep.kernels.triton.ends  # isort: skip
 from purestep.kernels.triton import cuda_donating  # isort: skip
 
 pytestmark = quiet
@@ -45,7 +44,12 @@ def rows_of(seed: int, num_reqs: int, padding: int) -> Tensor:
 
 
 @few(15)
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(0, 3), st.integers(0, 4), st.integers(0, 999))
+@given(
+    st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    st.integers(0, 3),
+    st.integers(0, 4),
+    st.integers(0, 999),
+)
 def test_inputs(counts: list[int], padded_reqs: int, padded_tokens: int, seed: int) -> None:
     """Any counts of tokens, with padding behind: requests of the last row without a token, tokens of nobody.
 
@@ -73,7 +77,12 @@ def test_inputs_of_many_decodes(num_reqs: int, seed: int) -> None:
 
 
 @few(15)
-@given(st.integers(1, ROWS - 1), st.integers(0, 3), st.sampled_from([torch.int32, torch.int64]), st.integers(0, 999))
+@given(
+    st.integers(1, ROWS - 1),
+    st.integers(0, 3),
+    st.sampled_from([torch.int32, torch.int64]),
+    st.integers(0, 999),
+)
 def test_advance(num_reqs: int, padding: int, dtype: torch.dtype, seed: int) -> None:
     """Every column of the ledger, every token but those of the last row; both are written where they lie."""
     generator = torch.Generator().manual_seed(seed)

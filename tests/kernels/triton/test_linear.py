@@ -1,5 +1,6 @@
-"""Products with norm, residual, bias and activation in one pass: the reference's values within their type's rounding."""
+"""Products with norm, residual, bias and activation in one pass: the reference's values within rounding."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from tests.laws import assert_pure, equal
 import purestep.kernels.triton.linear  # isort: skip
 from purestep.kernels.triton import cuda_donating  # isort: skip
 from purestep.kernels.triton.gemv import GemvTile, gemv  # isort: skip
-from purestep.kernels.triton.linear import MOST_TOKENS, linear  # isort: skip
+from purestep.kernels.triton.linear import linear, tile_for  # isort: skip
 from purestep.kernels.triton.skinny import SkinnyTile, skinny  # isort: skip
 
 pytestmark = quiet
@@ -26,9 +27,18 @@ OURS = cuda_donating()
 # Norm-wise, against float64 from the same rounded parts: a rounding of the result, and of what lies between.
 ERROR = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 DTYPES = tuple(ERROR)
-TOKENS = st.sampled_from([1, 2, 3, 8, MOST_TOKENS, MOST_TOKENS + 1])
+TOKENS = st.sampled_from([1, 2, 3, 8, 16, 17, 40])
 WIDTHS = st.sampled_from([8, 24, 64, 200, 512, 1024 + 512])
 OUTS = st.sampled_from([1, 5, 24, 70])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_rows() -> Iterator[None]:
+    """Weights of few rows are multiplied by the kernels that are meant for many."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("MANY_ROWS", "VOCABULARY"):
+            patch.setattr(purestep.kernels.triton.linear, name, 1)
+        yield
 
 
 def normal(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -52,6 +62,18 @@ def test_linear(tokens: int, width: int, outs: int, has_bias: bool, dtype: torch
     ours = assert_pure(OURS.linear, x, weight, bias)
     assert ours.dtype == dtype
     assert_close(ours, reference.linear(*wide(x, weight, bias)))
+
+
+@few(8)
+@given(TOKENS, WIDTHS, OUTS, st.sampled_from(DTYPES), st.integers(0, 2**31))
+def test_logits(tokens: int, width: int, outs: int, dtype: torch.dtype, seed: int) -> None:
+    """In float32, from any type."""
+    x, weight = normal(tokens, width, dtype=dtype, seed=seed), normal(outs, width, dtype=dtype, seed=seed + 1)
+    ours = assert_pure(OURS.logits, OURS, x, weight)
+    assert ours.dtype == torch.float32
+    # What is not a product of ours was rounded before.
+    error = ERROR[torch.float32] if tokens == 1 or (tokens <= 16 and dtype != torch.float32) else ERROR[dtype]
+    assert relative_error(ours, reference.logits(reference, *wide(x, weight))) < error
 
 
 @few(12)
@@ -91,11 +113,11 @@ def test_any_leading_dimensions(shape: tuple[int, ...]) -> None:
     assert_close(ours, expected)
 
 
-@pytest.mark.parametrize("weight_first", [False, True])
 @pytest.mark.parametrize("tokens", [16, 32])
-def test_rows_know_nothing_of_each_other(tokens: int, weight_first: bool) -> None:
+@pytest.mark.parametrize("columns", [64, 128])
+def test_rows_know_nothing_of_each_other(tokens: int, columns: int) -> None:
     """Whatever the others are, and wherever it stands, a row has the same bits; in tiles of any shape."""
-    tile = SkinnyTile(tokens, 16, 64, 4, 2, weight_first)
+    tile = SkinnyTile(tokens, 64, columns, 4, 2)
     x, weight = normal(9, 200, dtype=torch.bfloat16, seed=0), normal(40, 200, dtype=torch.bfloat16, seed=1)
     result = skinny(x, weight, gated=True, tile=tile)
     order = torch.tensor([4, 8, 2], device=DEVICE)
@@ -144,6 +166,15 @@ def test_a_part_that_was_replaced_is_used(tokens: int) -> None:
     kernels = replace(OURS, rms_norm=lambda x, gain, eps: 0 * x)
     for fused in (kernels.norm_linear, kernels.norm_gate_up):
         assert not fused(kernels, x, None, weight[0], 1e-5, weight)[0].any()
+
+
+def test_which_kernel_takes_which_shape() -> None:
+    """By shape and type alone: one row of any type, a few rows of a narrow one."""
+    assert isinstance(tile_for(1, 7, 96, torch.float32), GemvTile)
+    assert isinstance(tile_for(16, 7, 96, torch.bfloat16), SkinnyTile)
+    assert isinstance(tile_for(64, 7, 96, torch.float16, gated=True), SkinnyTile)
+    assert tile_for(16, 7, 96, torch.float32) is None
+    assert tile_for(65, 7, 96, torch.bfloat16, gated=True) is None
 
 
 @pytest.mark.gpu

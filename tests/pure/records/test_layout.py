@@ -12,6 +12,7 @@ from purestep.pure.records.layout import (
     sampler_features,
     sampler_shape,
 )
+from purestep.pure.records.logits_processor import LogitsProcessor
 from purestep.pure.records.sampling_params import SamplingParams
 
 lengths = st.integers(1, 2_000_000)
@@ -70,6 +71,12 @@ def test_every_parameter_asks_for_its_part() -> None:
         assert shape_of(SamplingParams(**greedy, **params)) == SamplerShape(penalties=True)
     for params in ({"logit_bias": {1: 1.0}}, {"allowed_token_ids": (1,)}, {"bad_words_token_ids": ((1,),)}):
         assert shape_of(SamplingParams(**greedy, **params)) == SamplerShape(constraints=True)
+    assert shape_of(SamplingParams(**greedy, kept_mass=True)) == SamplerShape(kept_mass=True)
+    assert shape_of(SamplingParams(**greedy, prompt_logprobs=0)) == SamplerShape(prompt_logprobs=True)
+    processor = LogitsProcessor(lambda logits, history, params: logits)
+    assert shape_of(SamplingParams(**greedy, logits_processors=processor)) == SamplerShape(extras=True)
+    told = SamplerShape(extras=True, logprobs_modes=("raw_logits",))
+    assert shape_of(SamplingParams(**greedy, logprob_token_ids=(1,), logprobs_mode="raw_logits")) == told
     assert shape_of(SamplingParams(**greedy, min_tokens=2)) == SamplerShape(min_tokens=True)
     many = SamplingParams(**greedy, min_tokens=2, stop_token_ids=range(10, 20))
     assert shape_of(many) == SamplerShape(min_tokens=True, constraints=True)

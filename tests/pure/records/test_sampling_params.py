@@ -36,6 +36,8 @@ VALID = st.fixed_dictionaries(
         "repetition_penalty": st.floats(0.01, 10),
         "logprobs": st.none() | st.integers(-1, VOCAB),
         "prompt_logprobs": st.none() | st.integers(-1, VOCAB),
+        "logprob_token_ids": st.none() | st.lists(ID, min_size=1),
+        "kept_mass": st.booleans(),
         "logprobs_mode": st.sampled_from(["raw_logprobs", "processed_logits"]),
         "logit_bias": st.dictionaries(ID, st.floats(-1e9, 1e9)),
         "bad_words_token_ids": st.lists(st.lists(ID, min_size=1, max_size=3)),
@@ -69,6 +71,8 @@ REFUSED: list[tuple[str, Any]] = [
     *[("logit_bias", {VOCAB: 1.0}), ("logit_bias", {3: NAN}), ("logit_bias", {3: INF}), ("logit_bias", 7)],
     *[("logit_bias", {3: "much"}), ("logit_bias", {"3": 1.0})],
     *[("allowed_token_ids", ()), ("allowed_token_ids", (5, VOCAB)), ("allowed_token_ids", "abc")],
+    *[("logprob_token_ids", ()), ("logprob_token_ids", (5, VOCAB)), ("logprob_token_ids", (0.5,))],
+    *[("logits_processors", 3), ("logits_processors", (len,))],
     *[("bad_words_token_ids", ((),)), ("bad_words_token_ids", ((3, -1),)), ("bad_words_token_ids", (3,))],
 ]
 

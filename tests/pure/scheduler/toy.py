@@ -379,6 +379,10 @@ class Driver:
         """Run until nothing is left, outputs coming in so many steps late; the number of steps. No moment is left."""
         while self.moments:
             self.let_go(self.moments[0])
+        return self.drain_but_moments(lag)
+
+    def drain_but_moments(self, lag: int = 0) -> int:
+        """The same, with the moments that there are."""
         work = sum(
             min(self.config.max_model_len, len(r.prompt_token_ids) + 64) for r in self.requests.values()
         )

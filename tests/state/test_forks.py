@@ -1,0 +1,176 @@
+"""Forks in the engine: a request that goes on under two ids has one history up to there, and changes nothing of its own."""
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from purestep.pure.errors import DuplicateRequestError, InvalidRequestError, OutOfBlocksError, OutOfRowsError
+from purestep.pure.record import replace
+from purestep.pure.records.sampling_params import SamplingParams
+from tests.bugs.tiny_engine import GREEDY, alone, drained, engine
+from tests.laws import digest
+from tests.profiles import examples
+from tests.state.test_engine_moment import PROMPTS, words
+
+SAMPLED = SamplingParams(seed=3, max_tokens=12, logprobs=1)
+
+
+@examples(0.6)
+@given(
+    st.randoms(use_true_random=False),
+    st.sampled_from([0, 1, 2]),
+    st.integers(0, 8),
+    st.sampled_from([GREEDY, SAMPLED, replace(SAMPLED, presence_penalty=0.5, logit_bias={3: 2.0})]),
+    st.booleans(),
+)
+def test_a_fork_has_its_parents_history_and_changes_nothing_of_it(
+    rng: Random, steps_ahead: int, num_steps: int, params: SamplingParams, caching: bool
+) -> None:
+    """Forked anywhere, forks forked too: all that keep the stream get what the first one gets alone."""
+    prompt = rng.choice(PROMPTS)
+    sizes = {"max_num_reqs": 6, "max_num_batched_tokens": rng.choice([4, 16])}
+    with engine(steps_ahead=steps_ahead, enable_prefix_caching=caching, **sizes) as own:
+        own.add_request("a", prompt, params, stream=0)
+        own.add_request("other", rng.choice(PROMPTS), params)
+        results, shared = {}, {}
+        for step in range(num_steps):
+            results |= {output.req_id: output for output in own.step()}
+            live = [name for name in "abcd" if name in own._turns.now.book.numbers]
+            if live and rng.random() < 0.5 and len(shared) < 3:
+                parent, name = rng.choice(live), "bcd"[len(shared)]
+                shared[name] = results[parent].token_ids if parent in results else ()
+                own.fork(parent, name, keep_stream=rng.random() < 0.5, **({"stream": 7} if step % 2 else {}))
+        streams = dict.fromkeys(shared, own._turns.now.queue)
+        results |= drained(own)
+    expected = alone(prompt, params, steps_ahead=0).token_ids
+    assert streams.keys() <= results.keys()
+    assert results["a"].token_ids == expected
+    for name, known in shared.items():
+        assert results[name].token_ids[: len(known)] == known
+        assert results[name].prompt_token_ids == prompt
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1, 2])
+def test_a_fork_that_keeps_the_stream_repeats_its_parent_and_another_does_not(steps_ahead: int) -> None:
+    params = SamplingParams(seed=3, max_tokens=24, logprobs=2, ignore_eos=True)
+    with engine(steps_ahead=steps_ahead, tokenizer=words()) as own:
+        own.add_request("a", PROMPTS[2], params)
+        for _ in range(6):
+            (so_far,) = own.step() or [None]
+        assert so_far is not None
+        own.fork("a", "same", keep_stream=True)
+        own.fork("a", "seven", stream=7)
+        own.fork("a", "new")
+        own.fork("a", "seven again", stream=7)
+        results = drained(own)
+
+    a, same, seven, new, again = (results[n] for n in ("a", "same", "seven", "new", "seven again"))
+    assert (same.token_ids, same.text) == (a.token_ids, a.text)
+    assert digest(same.logprobs) == digest(a.logprobs)
+    assert len({a.token_ids, seven.token_ids, new.token_ids}) == 3
+    assert seven.token_ids == again.token_ids
+    shared = len(so_far.token_ids)
+    for fork in (seven, new):
+        assert fork.token_ids[:shared] == so_far.token_ids
+        assert fork.text.startswith(so_far.text)
+        assert fork.logprobs is not None and len(fork.logprobs.ranks) == len(fork.token_ids)
+
+
+def test_a_sample_of_several_can_be_forked() -> None:
+    with engine() as own:
+        own.add_request("a", PROMPTS[0], SamplingParams(seed=1, n=3, max_tokens=9))
+        for _ in range(4):
+            own.step()
+        own.fork("a", "b", sample=2, keep_stream=True)
+        results = drained(own)
+    assert [output.index for output in results["b"].outputs] == [0]
+    assert results["b"].token_ids == results["a"].outputs[2].token_ids
+
+
+def test_what_waits_can_be_forked_too() -> None:
+    """Before it ever ran, and after it was preempted."""
+    params = replace(GREEDY, max_tokens=9)
+    with engine(
+        max_num_reqs=2, kv_cache_bytes=8 * 1024, max_model_len=24, enable_prefix_caching=False
+    ) as own:
+        own.add_request("a", PROMPTS[2], params)
+        own.fork("a", "b")
+        own.add_request("c", PROMPTS[2], params)
+        while not any(state.num_preemptions for _, state in own._turns.now.queue.waiting.states.items()):
+            own.step()
+        waits = [state.request.req_id for _, state in own._turns.now.queue.waiting.states.items()]
+        own.fork(waits[0], "d")
+        results = drained(own)
+    assert {result.token_ids for result in results.values()} == {alone(PROMPTS[2], params).token_ids}
+    assert len(results) >= 3
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (("x", "y"), InvalidRequestError, "fork of 'x': no request of this id runs or waits"),
+        (("done", "y"), InvalidRequestError, "fork of 'done': no request of this id runs or waits"),
+        (("a", "a"), DuplicateRequestError, "fork of 'a' as 'a': this id is in use"),
+        (("a", "n#0"), DuplicateRequestError, "this id is in use"),
+        (("a", 5), InvalidRequestError, "req_id=5: an id is text"),
+    ],
+)
+def test_a_fork_is_refused_by_name_and_changes_nothing(
+    call: tuple[str, str], error: type[Exception], message: str
+) -> None:
+    with engine() as own:
+        own.add_request("done", PROMPTS[0], replace(GREEDY, max_tokens=1))
+        own.add_request("a", PROMPTS[0], GREEDY)
+        own.add_request("n", PROMPTS[1], SamplingParams(n=2, seed=1, max_tokens=4))
+        own.step()
+        own.step()
+        before = own._turns.now
+        with pytest.raises(error, match=message):
+            own.fork(*call)
+        with pytest.raises(InvalidRequestError, match="fork of sample 2 of 'n', which has 2"):
+            own.fork("n", "y", sample=2)
+        with pytest.raises(InvalidRequestError, match="stream=1.5"):
+            own.fork("a", "y", stream=1.5)  # type: ignore[arg-type]
+        assert own._turns.now is before
+
+
+def test_a_fork_without_room_is_refused_by_name_and_changes_nothing() -> None:
+    with engine(max_num_reqs=1) as own:
+        own.add_request("a", PROMPTS[0], GREEDY)
+        own.step()
+        before = own._turns.now
+        with pytest.raises(OutOfRowsError, match="rows for 1 of max_num_reqs=1"):
+            own.fork("a", "b")
+        assert own._turns.now is before
+    with engine(kv_cache_bytes=8 * 1024, max_model_len=29, enable_prefix_caching=False) as own:  # 7 blocks
+        own.add_request("a", range(26), GREEDY)
+        own.step()
+        before = own._turns.now
+        with pytest.raises(OutOfBlocksError, match="all 7 blocks of KV group 0 are held"):
+            own.fork("a", "b")
+        assert own._turns.now is before
+
+
+def test_a_beam_of_moments_and_forks_finds_the_best_continuation_of_three_tokens() -> None:
+    """A small tree search: two branches a node, every leaf's score recomputed by forcing its tokens."""
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=20, logprobs=0, ignore_eos=True)
+    with engine(max_num_reqs=8, enable_prefix_caching=False) as own:
+        own.add_request("n", PROMPTS[0], params)
+        own.step()
+        leaves, scores = ["n"], {}
+        for depth in range(3):
+            for leaf in list(leaves):
+                own.fork(leaf, f"{leaf}{depth}", stream=depth)
+                leaves.append(f"{leaf}{depth}")
+            scores = {output.req_id: output for output in own.step()}
+        assert sorted(scores) == sorted(leaves) and len(leaves) == 8
+        tokens = {name: output.token_ids for name, output in scores.items()}
+    assert all(len(ids) == 4 for ids in tokens.values())
+    assert len({ids[0] for ids in tokens.values()}) == 1  # the history before the first fork
+    for name, ids in tokens.items():
+        parents = [other for other in tokens if other != name and name.startswith(other)]
+        for parent in parents:
+            shared = 1 + int(name[len(parent)])
+            assert ids[:shared] == tokens[parent][:shared]

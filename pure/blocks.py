@@ -75,13 +75,12 @@ def retain(pool: BlockPool, ids: Sequence[int] | Ids) -> BlockPool:
     ids = np.asarray(ids, np.int32)
     if not len(ids):
         return pool
-    distinct, mentions = np.unique(ids, return_counts=True)
-    before = pool.refcounts[distinct]
-    idle = distinct[before == 0]
+    idle = ids[pool.refcounts[ids] == 0]
+    idle = np.unique(idle) if len(idle) else idle
     assert (pool.idle_at[idle] >= 0).all(), "a free block was retained"
     return replace(
         pool,
-        refcounts=pool.refcounts.with_items(distinct, before + mentions.astype(np.int32)),
+        refcounts=pool.refcounts.plus(ids, 1),
         idle_at=pool.idle_at.with_items(idle, _never(idle)),
         num_idle=pool.num_idle - len(idle),
     )
@@ -96,15 +95,14 @@ def release(pool: BlockPool, ids: Sequence[int] | Ids) -> BlockPool:
     ids = np.asarray(ids, np.int32)
     if not len(ids):
         return pool
-    distinct, mentions = np.unique(ids, return_counts=True)
-    left = pool.refcounts[distinct] - mentions.astype(np.int32)
+    refcounts = pool.refcounts.plus(ids, -1)
+    left = refcounts[ids]
     assert left.min() >= 0, "a block was released more often than held"
-    gone = set(distinct[left == 0].tolist())
-    ordered = [block for block in dict.fromkeys(ids.tolist()) if block in gone]
-    free = [block for block in ordered if block not in pool.key_of]
-    pool = replace(_tidy_free(pool), refcounts=pool.refcounts.with_items(distinct, left))
-    pool = replace(pool, free=pool.free.extend(free)) if free else pool
-    return _make_idle(pool, [block for block in ordered if block in pool.key_of])
+    gone = list(dict.fromkeys(ids[left == 0].tolist()))
+    free = [block for block in gone if block not in pool.key_of]
+    pool = _tidy_free(pool)
+    pool = replace(pool, refcounts=refcounts, free=pool.free.extend(free))
+    return _make_idle(pool, [block for block in gone if block in pool.key_of])
 
 
 def find(pool: BlockPool, keys: Iterable[bytes]) -> list[int]:

@@ -11,7 +11,7 @@ from purestep.pure.arrays import Tape, with_items
 from purestep.pure.errors import SchedulerOutputError
 from purestep.pure.record import replace
 from purestep.pure.records.batch import Fork, InputBatch, Rows
-from purestep.pure.rows import as_parked, drop, place, room, with_entries
+from purestep.pure.rows import as_parked, drop, place_beside, room, with_entries
 
 
 def keep_blocks(batch: InputBatch, kept: Mapping[str, tuple[int, ...]]) -> InputBatch:
@@ -72,11 +72,7 @@ def fork_request(
     batch = replace(batch, forks=forks)
     if row is None or not goes_on:
         return replace(batch, parked=MappingProxyType({**batch.parked, new_req_id: own}))
-    bound = batch.columns.num_computed_tokens_bound[row]
-    batch = place(batch, [own])
-    columns = batch.columns
-    bounds = with_items(columns.num_computed_tokens_bound, batch.row_of[new_req_id], bound)
-    return replace(batch, columns=replace(columns, num_computed_tokens_bound=bounds))
+    return place_beside(batch, row, own)
 
 
 def _cut(block_ids: tuple[Tape, ...], counts: tuple[int, ...]) -> tuple[Tape, ...]:

@@ -150,8 +150,41 @@ def place(batch: InputBatch, arrivals: Sequence[Parked]) -> InputBatch:
             "schedule fewer, or settle first"
         )
     free = free[: len(arrivals)]
-    placed = dict(zip(free, arrivals, strict=True))
-    names = {a.request.req_id for a in arrivals}
+    return _seated(batch, dict(zip(free, arrivals, strict=True)), _columns(batch, free, arrivals))
+
+
+def place_beside(batch: InputBatch, row: int, twin: Parked) -> InputBatch:
+    """This request, in the lowest free row, with the counts of the one in the row.
+
+    Raises:
+        SchedulerOutputError: no row is free.
+    """
+    free = free_rows(batch)
+    if not free:
+        raise SchedulerOutputError(
+            f"request {twin.request.req_id!r} is to go on beside another one, and none of "
+            f"{batch.limits.max_num_reqs} rows is free: park it, or settle first"
+        )
+    c, own = batch.columns, free[0]
+    columns = Columns(
+        num_prompt_tokens=with_items(c.num_prompt_tokens, own, c.num_prompt_tokens[row]),
+        num_tokens=with_items(c.num_tokens, own, c.num_tokens[row]),
+        num_computed_tokens_bound=with_items(
+            c.num_computed_tokens_bound, own, c.num_computed_tokens_bound[row]
+        ),
+        num_computed_tokens_settled=with_items(
+            c.num_computed_tokens_settled, own, c.num_computed_tokens_settled[row]
+        ),
+        room=with_items(c.room, own, c.room[row]),
+        sampler_features=with_items(c.sampler_features, own, c.sampler_features[row]),
+        num_logprobs=with_items(c.num_logprobs, own, c.num_logprobs[row]),
+        released_at=c.released_at,
+    )
+    return _seated(batch, {own: twin}, columns)
+
+
+def _seated(batch: InputBatch, placed: Mapping[int, Parked], columns: Columns) -> InputBatch:
+    names = {a.request.req_id for a in placed.values()}
     return replace(
         batch,
         rows=Rows(
@@ -162,7 +195,7 @@ def place(batch: InputBatch, arrivals: Sequence[Parked]) -> InputBatch:
                 for g, group in enumerate(batch.rows.block_ids)
             ),
         ),
-        columns=_columns(batch, free, arrivals),
+        columns=columns,
         row_of=MappingProxyType(batch.row_of | {a.request.req_id: row for row, a in placed.items()}),
         parked=without(batch.parked, names & batch.parked.keys()),
     )

@@ -1,15 +1,19 @@
 """`Book`: who was submitted, and what they have got so far. A value: each of these functions makes a new one.
 
 Samples have numbers that are never used twice, so that what a step brings finds them whatever became of their ids.
+Tokens are columns, so that a step costs an append for each; text is read from them when somebody asks for it, and in
+every step only where a stop string may be found.
 """
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeVar
 
 import attrs
+import numpy as np
+from numpy.typing import NDArray
 
+from purestep.pure.arrays import Tape, append_each
 from purestep.pure.errors import DuplicateRequestError, InvalidRequestError
 from purestep.pure.persistent import Map
 from purestep.pure.prompt_logprobs import PromptScores
@@ -21,7 +25,7 @@ from purestep.state.async_output import ScoredChunk
 from purestep.state.pending import Pending
 from purestep.state.results import RequestOutput
 from purestep.state.submission import Submission, with_scores
-from purestep.state.transcript import Transcript, finish, push
+from purestep.state.transcript import Transcript, finish, read, wants_reports, with_report
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -29,27 +33,40 @@ V = TypeVar("V")
 UNSEEDED = 1 << 32  # streams of requests without a seed lie above those that a caller can name by position
 NOTHING: Mapping[int, None] = MappingProxyType({})
 NO_SCORES: Mapping[int, PromptScores] = MappingProxyType({})
-EMPTY = Map.make_empty(256)
+EMPTY = Map.make_empty(64)
+NO_TOKENS = Tape.of()
+
+
+@record
+class Sample:
+    """One sample that runs, waits, or has something to tell."""
+
+    sample_id: str
+    number: int  # which no other sample ever has
+    owner: int  # the number of its submission
+    place: int | None = None  # of its tokens, among all; None: it has not run yet
 
 
 @attrs.frozen
-class Heir:
-    """A fork that was made while a step was under way: the step brings it what it brings its parent."""
+class Readers:
+    """The samples that a step brings something, in parallel with rows of its output; one object for steady steps."""
 
-    sample_id: str
-    number: int
-    row: int  # the parent's, in the step's output
+    samples: tuple[Sample, ...]
+    rows: NDArray[np.intp]
+    places: NDArray[np.intp]
+    news: Mapping[int, None]  # their submissions
+    watched: tuple[int, ...]  # which of them have to be looked at in every step
+    live: Map[str, Sample]  # the samples that ran or waited when this was made
 
 
 @attrs.frozen
 class InFlight:
-    """A step whose output is on its way, and the samples that it ran."""
+    """A step whose output is on its way, and the samples that it ran, or that were forked from those since."""
 
     req_ids: tuple[str, ...]
-    numbers: tuple[int, ...]
+    readers: Readers
     pending: Pending
     prompts: tuple[ScoredChunk, ...] = ()  # parts of prompts that it scored
-    heirs: tuple[Heir, ...] = ()
 
     def scores(self) -> Mapping[int, PromptScores]:
         """What it tells of prompts, by the rows of its output; it waits for that."""
@@ -62,18 +79,12 @@ class InFlight:
 
 @attrs.frozen
 class Landed:
-    """A step whose output is known: whom it ran, what it brought, which requests ended with it."""
+    """A step whose output is known: whom it concerns, what it brought, which requests ended with it."""
 
-    step: InFlight
+    readers: Readers
     output: StepOutput
     finished: tuple[Finished, ...]
     scores: Mapping[int, PromptScores] = NO_SCORES  # of prompts, by the rows of the output
-
-    def readers(self) -> Iterator[tuple[str, int, int]]:
-        """Id, number and row of every sample that it brings something."""
-        step = self.step
-        heirs = ((heir.sample_id, heir.number, heir.row) for heir in step.heirs)
-        return chain(zip(step.req_ids, step.numbers, range(len(step.numbers)), strict=True), heirs)
 
 
 @record
@@ -82,22 +93,25 @@ class Book:
 
     submissions: Map[int, Submission] = EMPTY  # by number
     transcripts: Map[int, Transcript] = EMPTY  # by the samples' numbers
+    samples: Map[int, Sample] = EMPTY  # by number
+    tokens: tuple[Tape, ...] = ()  # outputs of samples, by place
+    free_places: tuple[int, ...] = ()
     numbers: Map[str, int] = EMPTY  # by id, of submissions that run or wait
-    samples: Map[str, int] = EMPTY  # by id, of samples that run or wait
+    live: Map[str, Sample] = EMPTY  # by id, samples that run or wait
     news: Mapping[int, None] = NOTHING  # submissions with something that nobody was told, in order
+    over: frozenset[int] = frozenset()  # submissions that have ended, and have still to tell it
     num_submitted: int = 0  # samples
     num_unseeded: int = 0  # streams that were given to samples without a seed, and to forks
 
     def output(self, number: int) -> RequestOutput:
-        """What a submission has so far."""
-        return known(self.submissions, number).output(self._transcripts(number))
+        """What a submission has, with text as far as its tokens have been read."""
+        submission = known(self.submissions, number)
+        own = [(known(self.transcripts, i), known(self.samples, i)) for i in submission.sample_numbers]
+        return submission.output([transcript.output(self.tokens_of(sample)) for transcript, sample in own])
 
-    def is_over(self, number: int) -> bool:
-        """Whether all samples of a submission have ended."""
-        return all(transcript.finish_reason is not None for transcript in self._transcripts(number))
-
-    def _transcripts(self, number: int) -> list[Transcript]:
-        return [known(self.transcripts, i) for i in known(self.submissions, number).sample_numbers]
+    def tokens_of(self, sample: Sample) -> Tape:
+        """A sample's outputs."""
+        return NO_TOKENS if sample.place is None else self.tokens[sample.place]
 
 
 @attrs.frozen
@@ -106,12 +120,9 @@ class Unscored(Container[str]):
 
     book: Book
 
-    def __contains__(self, sample: object) -> bool:
-        number = self.book.samples.get(str(sample))
-        if number is None:
-            return False
-        owner = number - known(self.book.transcripts, number).index
-        return known(self.book.submissions, owner).awaits_scores
+    def __contains__(self, sample_id: object) -> bool:
+        sample = self.book.live.get(str(sample_id))
+        return sample is not None and known(self.book.submissions, sample.owner).awaits_scores
 
 
 def known(entries: Map[K, V], key: K) -> V:
@@ -124,12 +135,14 @@ def known(entries: Map[K, V], key: K) -> V:
 def add(book: Book, submission: Submission, transcripts: Sequence[Transcript]) -> Book:
     """With a submission more, whose samples these transcripts are of."""
     numbers, names = submission.sample_numbers, submission.sample_ids
+    samples = [Sample(name, i, submission.number) for name, i in zip(names, numbers, strict=True)]
     return replace(
         book,
         submissions=book.submissions.with_items([(submission.number, submission)]),
         transcripts=book.transcripts.with_items(zip(numbers, transcripts, strict=True)),
+        samples=book.samples.with_items(zip(numbers, samples, strict=True)),
         numbers=book.numbers.with_items([(submission.req_id, submission.number)]),
-        samples=book.samples.with_items(zip(names, numbers, strict=True)),
+        live=book.live.with_items(zip(names, samples, strict=True)),
         num_submitted=book.num_submitted + len(numbers),
     )
 
@@ -151,14 +164,17 @@ def fork(book: Book, req_id: str, new_req_id: str, sample: int) -> tuple[Book, s
             f"fork of {req_id!r} as {new_req_id!r}: this id is in use, choose another one"
         )
     submission = known(book.submissions, owner)
-    if sample not in range(submission.params.n) or known(book.transcripts, owner + sample).finished:
+    if sample not in range(submission.params.n) or known(book.transcripts, owner + sample).finish_reason:
         raise InvalidRequestError(
             f"fork of sample {sample} of {req_id!r}, which has {submission.params.n}: it has ended, or never was"
         )
+    parent, number = known(book.samples, owner + sample), book.num_submitted
     params = replace(submission.params, n=1)
-    twin = replace(submission, req_id=new_req_id, number=book.num_submitted, params=params)
-    transcript = replace(known(book.transcripts, owner + sample), index=0)
-    return add(book, twin, [transcript]), submission.sample_ids[sample]
+    twin = replace(submission, req_id=new_req_id, number=number, params=params)
+    book = add(book, twin, [replace(known(book.transcripts, parent.number), index=0)])
+    if parent.place is not None:
+        book = _placed(book, [(known(book.samples, number), book.tokens[parent.place])])
+    return book, parent.sample_id
 
 
 def unused_stream(book: Book, num_samples: int) -> tuple[int, Book]:
@@ -168,56 +184,91 @@ def unused_stream(book: Book, num_samples: int) -> tuple[int, Book]:
 
 
 def admit(book: Book, new: Iterable[NewRequestData]) -> Book:
-    """Knowing how much of their prompts the first samples found in the cache."""
-    cached = []
+    """With places for the tokens of samples that run for the first time, and how much of their prompts was cached."""
+    cached, samples = [], []
     for request in new:
-        submission = book.submissions.get(known(book.samples, request.req_id))
-        if submission is not None:
+        sample = known(book.live, request.req_id)
+        samples.append((sample, Tape.of()))
+        if sample.number == sample.owner:
+            submission = known(book.submissions, sample.owner)
             told = replace(submission, num_cached_tokens=request.num_computed_tokens)
-            cached.append((submission.number, told))
-    return replace(book, submissions=book.submissions.with_items(cached))
+            cached.append((sample.owner, told))
+    return _placed(replace(book, submissions=book.submissions.with_items(cached)), samples)
+
+
+def readers_of(book: Book, samples: Iterable[Sample], rows: Iterable[int]) -> Readers:
+    """These samples, to which these rows of an output belong."""
+    samples = tuple(samples)
+    params = [known(book.transcripts, sample.number).params for sample in samples]
+    return Readers(
+        samples=samples,
+        rows=np.fromiter(rows, np.intp, len(samples)),
+        places=np.array([sample.place for sample in samples], np.intp),
+        news=dict.fromkeys(sample.owner for sample in samples),
+        watched=tuple([i for i, own in enumerate(params) if own.stop or wants_reports(own)]),
+        live=book.live,
+    )
+
+
+def with_heir(book: Book, readers: Readers, parent: Sample, child: Sample) -> Readers:
+    """With a sample that was just forked from one which may be among them: what is told that, is told it."""
+    if parent not in readers.samples:
+        return readers
+    rows = readers.rows.tolist()
+    return readers_of(book, [*readers.samples, child], [*rows, rows[readers.samples.index(parent)]])
 
 
 def publish(book: Book, landed: Landed) -> tuple[Book, list[tuple[str, str]]]:
-    """With a step's tokens in the transcripts; the samples that a stop string has ended, and that.
+    """With a step's tokens; and the samples that a stop string has ended, each with that.
 
-    What it says of samples that have ended since it began is dropped.
+    What the step says of samples that have ended since it began is dropped.
     """
-    output, tokens = landed.output, landed.output.sampled_token_ids[:, 0].tolist()
+    readers, output = _still_there(book, landed.readers), landed.output
+    new = output.sampled_token_ids[:, 0][readers.rows]
+    kept = new >= 0
     ended = {finished.req_id: finished for finished in landed.finished}
-    grown, news = dict[int, Transcript](), dict(book.news)
-    stopped, over = list[tuple[str, str]](), list[str]()
-    for sample, number, row in landed.readers():
-        transcript, token, end = book.transcripts.get(number), tokens[row], ended.get(sample)
-        if transcript is None or transcript.finish_reason is not None or (token < 0 and end is None):
+    news = readers.news
+    if kept.all():
+        tokens = append_each(book.tokens, readers.places, new)
+    else:
+        tokens = append_each(book.tokens, readers.places[kept], new[kept])
+        told = zip(readers.samples, kept.tolist(), strict=True)
+        news = {sample.owner: None for sample, has in told if has or sample.sample_id in ended}
+    book = replace(book, tokens=tokens, news={**book.news, **news} if book.news else news)
+    transcripts, stopped, over = dict[int, Transcript](), list[tuple[str, str]](), dict[int, Sample]()
+    for i in readers.watched:
+        if not kept[i]:
             continue
-        stop = None
-        if token >= 0:
-            is_stop = end is not None and end.reason == "stop"
-            transcript, stop = push(transcript, token, output, row, is_stop)
-        if stop is not None:
-            stopped.append((sample, stop))
-            transcript = finish(transcript, "stop", stop)
-        elif end is not None:
-            transcript = finish(transcript, end.reason, end.stop_reason)
-        if transcript.finish_reason is not None:
-            over.append(sample)
-        grown[number] = transcript
-        news[number - transcript.index] = None
-    transcripts = book.transcripts.with_items(grown.items())
+        sample, own = readers.samples[i], tokens[readers.places[i]]
+        transcript, end = known(book.transcripts, sample.number), ended.get(sample.sample_id)
+        if wants_reports(transcript.params):
+            transcript = with_report(transcript, output, int(readers.rows[i]))
+        if transcript.params.stop and (end is None or end.reason != "stop"):
+            transcript, stop = read(transcript, own)
+            if stop is not None:
+                transcript = finish(transcript, own, "stop", stop)
+                stopped.append((sample.sample_id, stop))
+                over[sample.number] = sample
+        transcripts[sample.number] = transcript
+    for finished in landed.finished:
+        ending = book.live.get(finished.req_id)
+        if ending is not None and ending.number not in over:
+            transcript = transcripts.get(ending.number) or known(book.transcripts, ending.number)
+            own = book.tokens_of(ending)
+            transcripts[ending.number] = finish(transcript, own, finished.reason, finished.stop_reason)
+            over[ending.number] = ending
     if landed.scores:
-        book = replace(book, submissions=_scored(book, landed))
-    return _without_samples(replace(book, transcripts=transcripts, news=news), over), stopped
+        book = replace(book, submissions=_scored(book, readers, landed.scores))
+    return _ended(book, transcripts, list(over.values())), stopped
 
 
-def _scored(book: Book, landed: Landed) -> Map[int, Submission]:
+def _scored(book: Book, readers: Readers, scores: Mapping[int, PromptScores]) -> Map[int, Submission]:
     """The submissions, with what a step tells of their prompts."""
     told = dict[int, Submission]()
-    for _, number, row in landed.readers():
-        transcript, scores = book.transcripts.get(number), landed.scores.get(row)
-        if transcript is not None and scores is not None:
-            owner = number - transcript.index
-            told[owner] = with_scores(told.get(owner) or known(book.submissions, owner), scores)
+    for sample, row in zip(readers.samples, readers.rows.tolist(), strict=True):
+        if row in scores:
+            submission = told.get(sample.owner) or known(book.submissions, sample.owner)
+            told[sample.owner] = with_scores(submission, scores[row])
     return book.submissions.with_items(told.items())
 
 
@@ -227,41 +278,96 @@ def abort(book: Book, req_ids: Sequence[str]) -> tuple[Book, list[str], list[Req
     Nobody is told of them any more. Ids that are not in use are ignored.
     """
     found = [number for req_id in req_ids if (number := book.numbers.get(req_id)) is not None]
-    ended, samples = list[tuple[int, Transcript]](), list[str]()
-    for number in dict.fromkeys(found):
-        submission = known(book.submissions, number)
-        for sample, i in zip(submission.sample_ids, submission.sample_numbers, strict=True):
-            transcript = known(book.transcripts, i)
-            if transcript.finish_reason is None:
-                ended.append((i, finish(transcript, "abort")))
-                samples.append(sample)
-    book = _without_samples(replace(book, transcripts=book.transcripts.with_items(ended)), samples)
-    outputs, wanted = [book.output(number) for number in found], set(req_ids)
+    transcripts, samples = dict[int, Transcript](), list[Sample]()
+    for i in (i for number in dict.fromkeys(found) for i in known(book.submissions, number).sample_numbers):
+        transcript, sample = known(book.transcripts, i), known(book.samples, i)
+        if transcript.finish_reason is None:
+            transcripts[i] = finish(transcript, book.tokens_of(sample), "abort", None)
+            samples.append(sample)
+    book, wanted = _ended(book, transcripts, samples), set(req_ids)
+    outputs = [book.output(number) for number in found]
     old = [number for number in book.news if known(book.submissions, number).req_id in wanted]
-    return told(book, [*found, *old]), samples, outputs
+    return _forget(book, {*found, *old}), [sample.sample_id for sample in samples], outputs
 
 
-def told(book: Book, numbers: Iterable[int]) -> Book:
-    """When the news of these submissions is no news any more; those that have ended are forgotten."""
-    gone = {number: None for number in numbers if number in book.submissions}
-    if not gone:
-        return book
-    news = {number: None for number in book.news if number not in gone}
-    over = [number for number in gone if book.is_over(number)]
-    samples = [i for number in over for i in known(book.submissions, number).sample_numbers]
+def tell(
+    book: Book, numbers: Iterable[int], *, of: Container[int] | None = None
+) -> tuple[Book, dict[int, RequestOutput]]:
+    """Without news of these submissions, nor those of them that have ended; and what they have, all or some of them."""
+    gone = dict.fromkeys(numbers)
+    wanted = [n for n in gone if (of is None or n in of) and n in book.submissions]
+    transcripts = {}
+    for i in (i for number in wanted for i in known(book.submissions, number).sample_numbers):
+        transcript = known(book.transcripts, i)
+        if transcript.decoder is not None:  # it runs, and has text
+            transcripts[i], _ = read(transcript, book.tokens_of(known(book.samples, i)))
+    book = replace(book, transcripts=book.transcripts.with_items(transcripts.items()))
+    return _forget(book, gone.keys()), {number: book.output(number) for number in wanted}
+
+
+def _placed(book: Book, samples: Sequence[tuple[Sample, Tape]]) -> Book:
+    """With places for these samples' tokens."""
+    places = book.free_places[: len(samples)]
+    places += tuple(range(len(book.tokens), len(book.tokens) + len(samples) - len(places)))
+    tokens = [*book.tokens, *[NO_TOKENS] * (max(places, default=-1) + 1 - len(book.tokens))]
+    placed = []
+    for place, (sample, own) in zip(places, samples, strict=True):
+        tokens[place] = own
+        placed.append(replace(sample, place=place))
     return replace(
         book,
-        submissions=book.submissions.without(over),
-        transcripts=book.transcripts.without(samples),
-        news=news,
+        samples=book.samples.with_items((sample.number, sample) for sample in placed),
+        live=book.live.with_items((sample.sample_id, sample) for sample in placed),
+        tokens=tuple(tokens),
+        free_places=book.free_places[len(samples) :],
     )
 
 
-def _without_samples(book: Book, samples: Sequence[str]) -> Book:
-    """When these samples have ended; ids of submissions all of whose samples have are free again."""
+def _still_there(book: Book, readers: Readers) -> Readers:
+    """Without samples that have ended."""
+    if readers.live is book.live:
+        return readers
+    there = [i for i, sample in enumerate(readers.samples) if book.live.get(sample.sample_id) is sample]
+    return readers_of(book, [readers.samples[i] for i in there], readers.rows[there].tolist())
+
+
+def _ended(book: Book, transcripts: Mapping[int, Transcript], samples: Sequence[Sample]) -> Book:
+    """With these transcripts; these samples have ended, and ids of submissions all of whose samples have are free."""
+    book = replace(book, transcripts=book.transcripts.with_items(transcripts.items()))
     if not samples:
         return book
-    numbers = [known(book.samples, sample) for sample in samples]
-    owners = {number - known(book.transcripts, number).index for number in numbers}
-    over = [known(book.submissions, owner).req_id for owner in owners if book.is_over(owner)]
-    return replace(book, samples=book.samples.without(samples), numbers=book.numbers.without(over))
+    owners = [known(book.submissions, owner) for owner in dict.fromkeys(sample.owner for sample in samples)]
+    over = [
+        submission
+        for submission in owners
+        if all(known(book.transcripts, i).finish_reason for i in submission.sample_numbers)
+    ]
+    return replace(
+        book,
+        numbers=book.numbers.without(submission.req_id for submission in over),
+        live=book.live.without(sample.sample_id for sample in samples),
+        over=book.over.union(submission.number for submission in over),
+    )
+
+
+def _forget(book: Book, numbers: Collection[int]) -> Book:
+    """Without news of these submissions; without those of them that have ended, too."""
+    news = {number: None for number in book.news if number not in numbers}
+    over = book.over.intersection(numbers)
+    if not over:
+        return replace(book, news=news)
+    gone = [i for number in over for i in known(book.submissions, number).sample_numbers]
+    places = [place for i in gone if (place := known(book.samples, i).place) is not None]
+    tokens = list(book.tokens)
+    for place in places:
+        tokens[place] = NO_TOKENS
+    return replace(
+        book,
+        submissions=book.submissions.without(over),
+        transcripts=book.transcripts.without(gone),
+        samples=book.samples.without(gone),
+        tokens=tuple(tokens),
+        free_places=(*places, *book.free_places),
+        news=news,
+        over=book.over - over,
+    )

@@ -1,6 +1,6 @@
 """`Call`: the prompts of one `generate` or `stream`, while they run among others."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import attrs
 
@@ -36,11 +36,12 @@ class Call:
             self.turns.turn()
         return [number for number in self.turns.now.book.news if number in self.own]
 
-    def taken(self, numbers: list[int]) -> None:
-        """The caller has what there is to tell of these."""
-        book = self.turns.now.book
-        self.left.difference_update(number for number in numbers if book.is_over(number))
-        self.turns.told(numbers)
+    def take(self, numbers: Iterable[int], *, only_over: bool = False) -> dict[str, RequestOutput]:
+        """By id, what these have, or those of them that have ended; there is no news of them any more."""
+        over = self.turns.now.book.over
+        outputs = self.turns.tell(numbers, of=over if only_over else None)
+        self.left.difference_update(over)
+        return {self.own[number]: output for number, output in outputs.items()}
 
     def _go_on_from_there(self) -> None:
         """Prompts that were running at the moment are to end again; those that have not ended must be among them."""

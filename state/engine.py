@@ -134,11 +134,9 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one turn; the requests that there is news of, each with all that it has so far."""
         self._turns.turn()
-        known, book = self._turns.now, self._book
-        outputs = [book.output(number) for number in book.news]
+        known = self._turns.now
         try:
-            self._turns.told(book.news)
-            return outputs
+            return list(self._turns.tell(known.book.news).values())
         except BaseException:  # an interrupt: the caller gets nothing, so the next step has to tell it
             self._turns.now = known
             raise
@@ -191,6 +189,10 @@ class Engine:
             OutOfRowsError, OutOfBlocksError: no room for it beside its parent. Nothing has changed then.
         """
         check_request(new_req_id, ANY_PARAMS, 0, stream)
+        if keep_stream and stream is not None:
+            raise InvalidRequestError(
+                f"fork as {new_req_id!r}: stream={stream} and keep_stream: give one of them"
+            )
         book, sample_id = fork(self._turns.ready().book, req_id, new_req_id, sample)
         if stream is None and not keep_stream:
             stream, book = unused_stream(book, 1)
@@ -216,9 +218,8 @@ class Engine:
             results = dict(call.refused)
             with progress_bar(len(call.names), shown=progress) as report:
                 while len(results) < len(call.names):
-                    grown, book = call.turn(), self._book
-                    results |= {call.own[i]: book.output(i) for i in grown if book.is_over(i)}
-                    call.taken(grown)
+                    grown = call.turn()
+                    results |= call.take(grown, only_over=True)
                     report(finished=len(results), tokens=len(grown))
         return [results[name] for name in call.names]
 
@@ -232,10 +233,7 @@ class Engine:
         """Results as they grow, each with everything so far. Leaving the loop early aborts what still runs."""
         with self._submitted(prompts, sampling_params, "raise", add_special_tokens) as call:
             while call.left:
-                grown, book = call.turn(), self._book
-                results = [book.output(number) for number in grown]
-                call.taken(grown)
-                yield from results
+                yield from call.take(call.turn()).values()
 
     def chat(
         self,

@@ -56,7 +56,7 @@ def launch(
 def whole_step(
     bound: BoundStep, keys: DispatchKeys, batch: InputBatch, absorbed: InputBatch
 ) -> tuple[InputBatch, GraphKey | None]:
-    """The batch as the device is to see it, and the graph of whole steps that runs it; without one, the batch as it is."""
+    """The batch as the device is to see it, and the graph of its whole step; without one, the batch as it is."""
     captured = bound.captured
     if captured is None:
         return batch, None

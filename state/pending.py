@@ -1,5 +1,6 @@
 """`Pending`: a step's output on its way to the host."""
 
+from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -12,6 +13,8 @@ from purestep.pure.records.outputs import StepOutput
 
 T = TypeVar("T")
 
+PACKED_BYTES = 2**16  # allocations up to which it costs less to copy all of one than to launch several copies
+
 
 class ToHost(Generic[T]):
     """A tree of tensors on its way to the host; `result` waits for it.
@@ -20,12 +23,13 @@ class ToHost(Generic[T]):
     behind what made the tensors; `result` waits for them and for nothing that came later.
     """
 
-    __slots__ = ("_event", "_tree")
+    __slots__ = ("_event", "_leaves", "_spec")
 
     def __init__(self, tree: T) -> None:
+        leaves, self._spec = pytree.tree_flatten(tree)
         self._event: torch.cuda.Event | None = None
-        self._tree: T = pytree.tree_map(_on_its_way, tree)
-        if any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in pytree.tree_leaves(tree)):
+        self._leaves = _sent(leaves)
+        if any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in leaves):
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
@@ -33,7 +37,7 @@ class ToHost(Generic[T]):
         """The same tree of numpy arrays."""
         if self._event is not None:
             self._event.synchronize()
-        tree: T = pytree.tree_map(_as_numpy, self._tree)
+        tree: T = pytree.tree_unflatten([_as_numpy(leaf) for leaf in self._leaves], self._spec)
         return tree
 
 
@@ -51,13 +55,37 @@ class Pending:
         return self._output.result()
 
 
+def _sent(leaves: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The leaves on the host, or on their way there; those that share a small allocation come in one copy."""
+    allocations: dict[int, Tensor] = {}
+    sent = []
+    for leaf in leaves:
+        if leaf is None or not leaf.is_cuda or leaf.untyped_storage().nbytes() > PACKED_BYTES:
+            sent.append(_on_its_way(leaf))
+            continue
+        storage = leaf.untyped_storage()
+        address = storage.data_ptr()
+        if address not in allocations:
+            whole = torch.empty(0, dtype=torch.uint8, device=leaf.device).set_(storage)  # type: ignore[call-overload]
+            allocations[address] = _pinned(whole)
+        sent.append(like(leaf, allocations[address]))
+    return sent
+
+
+def like(leaf: Tensor, data: Tensor) -> Tensor:
+    """The tensor that lies in `data`, bytes of an allocation, where `leaf` lies in its own."""
+    words = data[: len(data) // leaf.itemsize * leaf.itemsize].view(leaf.dtype)
+    return words.as_strided(leaf.shape, leaf.stride(), leaf.storage_offset())
+
+
 def _on_its_way(leaf: Tensor | None) -> Tensor | None:
     if leaf is None:
         return None
-    if not leaf.is_cuda:
-        return leaf.clone()
-    pinned = torch.empty(leaf.shape, dtype=leaf.dtype, pin_memory=True)
-    return pinned.copy_(leaf, non_blocking=True)
+    return _pinned(leaf) if leaf.is_cuda else leaf.clone()
+
+
+def _pinned(leaf: Tensor) -> Tensor:
+    return torch.empty(leaf.shape, dtype=leaf.dtype, pin_memory=True).copy_(leaf, non_blocking=True)
 
 
 def _as_numpy(leaf: Tensor | None) -> np.ndarray | None:

@@ -11,8 +11,7 @@ from purestep.pure.record import record, replace
 from purestep.pure.records.queue import Request
 from purestep.pure.records.sampling_params import SamplingParams
 from purestep.state.loading.tokenizer import Tokenizer
-from purestep.state.results import PromptLogprobs, RequestOutput, prompt_logprobs
-from purestep.state.transcript import Transcript
+from purestep.state.results import CompletionOutput, PromptLogprobs, RequestOutput, prompt_logprobs
 
 Prompt = str | Sequence[int]
 
@@ -64,13 +63,13 @@ class Submission:
             for i, sample_id in enumerate(self.sample_ids)
         ]
 
-    def output(self, transcripts: Iterable[Transcript]) -> RequestOutput:
-        """The prompt and its samples so far, whose transcripts these are."""
+    def output(self, outputs: Iterable[CompletionOutput]) -> RequestOutput:
+        """The prompt and its samples so far."""
         return RequestOutput(
             req_id=self.req_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            outputs=tuple([transcript.output() for transcript in transcripts]),
+            outputs=tuple(outputs),
             num_cached_tokens=self.num_cached_tokens,
             prompt_logprobs=self.prompt_logprobs,
         )

@@ -1,4 +1,4 @@
-"""`Transcript`: one sample's tokens as they become text, stop strings included. A token makes a new one of it."""
+"""`Transcript`: what becomes of one sample's tokens, text and stop strings; read when somebody wants to see it."""
 
 import time
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from purestep.state.results import CompletionOutput, SampleLogprobs
 
 @record
 class Transcript:
-    """A sample's tokens, text and log-probabilities so far.
+    """A sample's text, as far as its tokens have been read, and what steps reported of them.
 
     Text that may yet turn out to be the beginning of a stop string is held back until it can not.
     """
@@ -26,7 +26,7 @@ class Transcript:
     params: SamplingParams
     decoder: StreamDecoder | None  # never fed: a copy of it is
     begun: float  # on the monotonic clock, seconds
-    token_ids: Tape
+    num_read: int = 0  # tokens
     text: str = ""
     search_from: int = 0  # characters before it end nothing
     reports: Any = (
@@ -36,12 +36,7 @@ class Transcript:
     stop_reason: int | str | None = None
     seconds: float = 0.0
 
-    @property
-    def finished(self) -> bool:
-        """Whether no token follows."""
-        return self.finish_reason is not None
-
-    def output(self) -> CompletionOutput:
+    def output(self, token_ids: Tape) -> CompletionOutput:
         """The sample so far; of a running one, only the text that no stop string can take back."""
         text = self.text
         if self.finish_reason is None and self.params.stop:
@@ -49,7 +44,7 @@ class Transcript:
         return CompletionOutput(
             index=self.index,
             text=text,
-            token_ids=tuple(self.token_ids.tolist()),
+            token_ids=tuple(token_ids.tolist()),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             **_collected(self),
@@ -62,33 +57,39 @@ def new_transcript(index: int, params: SamplingParams, tokenizer: Tokenizer | No
     decoder = None
     if tokenizer is not None and params.detokenize:
         decoder = tokenizer.stream(skip_special_tokens=params.skip_special_tokens)
-    return Transcript(index, params, decoder, time.monotonic(), Tape.of())
+    return Transcript(index, params, decoder, time.monotonic())
 
 
-def push(
-    transcript: Transcript, token_id: int, output: StepOutput, row: int, is_stop: bool
-) -> tuple[Transcript, str | None]:
-    """With one token more, and the stop string that it completes, if it does. `output` is on the host.
-
-    A stop token belongs to the tokens, not to the text.
-    """
-    old, text, decoder, stop = transcript, transcript.text, transcript.decoder, None
-    token_ids, search_from = old.token_ids.append(token_id), old.search_from
-    if decoder is not None and not is_stop:
-        decoder = decoder.copy()
+def read(transcript: Transcript, token_ids: Tape) -> tuple[Transcript, str | None]:
+    """The same, once these tokens are read, and the stop string that ends the text, if one does."""
+    if transcript.decoder is None or transcript.num_read == len(token_ids):
+        return transcript, None
+    decoder, stop = transcript.decoder.copy(), None
+    text, search_from = transcript.text, transcript.search_from
+    for number, token_id in enumerate(
+        token_ids[transcript.num_read :].tolist(), start=transcript.num_read + 1
+    ):
+        before = len(text)
         text += decoder.push(token_id)
-        text, search_from, stop = _cut_at_stop(old, text, len(token_ids))
-    return Transcript(
-        old.index, old.params, decoder, old.begun, token_ids, text, search_from, _reported(old, output, row)
+        if transcript.params.stop:
+            text, search_from, stop = _cut_at_stop(transcript.params, text, before, search_from, number)
+            if stop is not None:
+                break
+    return replace(
+        transcript, decoder=decoder, num_read=len(token_ids), text=text, search_from=search_from
     ), stop
 
 
-def finish(transcript: Transcript, reason: str, stop_reason: int | str | None = None) -> Transcript:
-    """The same, when no token follows."""
+def finish(transcript: Transcript, token_ids: Tape, reason: str, stop_reason: int | str | None) -> Transcript:
+    """The same, when no token follows these. A stop id belongs to the tokens, not to the text."""
+    if not isinstance(stop_reason, str):  # else a stop string was found: its beginning is the end of the text
+        transcript, _ = read(transcript, token_ids.truncate(len(token_ids) - (reason == "stop")))
     text = transcript.text
     if transcript.decoder is not None and not isinstance(stop_reason, str):
         text += transcript.decoder.copy().finish()
-        text, _, _ = _cut_at_stop(transcript, text, len(transcript.token_ids))
+        text, _, _ = _cut_at_stop(
+            transcript.params, text, len(transcript.text), transcript.search_from, len(token_ids)
+        )
     return replace(
         transcript,
         decoder=None,
@@ -99,24 +100,15 @@ def finish(transcript: Transcript, reason: str, stop_reason: int | str | None = 
     )
 
 
-def _cut_at_stop(before: Transcript, text: str, num_tokens: int) -> tuple[str, int, str | None]:
-    """Text up to the first stop string, where the next search begins, and that string."""
-    stops = before.params.stop
-    if not stops:
-        return text, 0, None
-    if num_tokens < before.params.min_tokens:
-        return text, len(text), None  # what stands before min_tokens ends nothing
-    start = max(before.search_from, len(before.text) - max(map(len, stops)) + 1)
-    found = find_stop(text, stops, start)
-    return (text, before.search_from, None) if found is None else (text[: found[0]], 0, found[1])
+def wants_reports(params: SamplingParams) -> bool:
+    """Whether something is to be told of every token."""
+    return params.logprobs is not None or params.logprob_token_ids is not None or params.kept_mass
 
 
-def _reported(transcript: Transcript, output: StepOutput, row: int) -> Any:
-    """What is told of the tokens, with those of one more."""
+def with_report(transcript: Transcript, output: StepOutput, row: int) -> Transcript:
+    """With what is told of one token more. `output` is on the host."""
     params = transcript.params
     wanted, chosen = params.logprobs, params.logprob_token_ids
-    if wanted is None and chosen is None and not params.kept_mass:
-        return transcript.reports
     ids = values = rank = of_chosen = drawn = None
     found, of_ids, mass = output.logprobs_tensors, output.id_logprobs, output.kept_mass
     if wanted is not None and found is not None:
@@ -127,7 +119,20 @@ def _reported(transcript: Transcript, output: StepOutput, row: int) -> Any:
         of_chosen = np.array(of_ids[row, : len(chosen)])
     if params.kept_mass and mass is not None:
         drawn = float(mass.drawn_logprobs[row]), float(mass.log_mass[row])
-    return transcript.reports, ids, values, rank, of_chosen, drawn
+    return replace(transcript, reports=(transcript.reports, ids, values, rank, of_chosen, drawn))
+
+
+def _cut_at_stop(
+    params: SamplingParams, text: str, before: int, search_from: int, num_tokens: int
+) -> tuple[str, int, str | None]:
+    """Text up to the first stop string, where later searches begin, and that string. `before` ends the old text."""
+    if not params.stop:
+        return text, search_from, None
+    if num_tokens < params.min_tokens:
+        return text, len(text), None  # what stands before min_tokens ends nothing
+    start = max(search_from, before - max(map(len, params.stop)) + 1)
+    found = find_stop(text, params.stop, start)
+    return (text, search_from, None) if found is None else (text[: found[0]], search_from, found[1])
 
 
 def _collected(transcript: Transcript) -> dict[str, Any]:

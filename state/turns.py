@@ -7,9 +7,8 @@ a step that has landed stays until it is published.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import count
-from typing import Any
 
 import attrs
 import numpy as np
@@ -38,7 +37,19 @@ from purestep.pure.scheduler import (
 )
 from purestep.pure.settle import give_up, settle
 from purestep.pure.update import update_states
-from purestep.state.book import Book, Heir, InFlight, Landed, Unscored, admit, known, publish, told
+from purestep.state.book import (
+    Book,
+    InFlight,
+    Landed,
+    Readers,
+    Unscored,
+    admit,
+    known,
+    publish,
+    readers_of,
+    tell,
+    with_heir,
+)
 from purestep.state.book import abort as book_abort
 from purestep.state.engine_moment import EngineMoment, Known
 from purestep.state.launch import launch
@@ -76,7 +87,7 @@ class Turns:
         self._steps_ahead = steps_ahead
         self.num_rewinds = 0
         self._moment_numbers = count()
-        self._last_numbers: tuple[Any, Any, tuple[int, ...]] = (None, None, ())
+        self._last_readers: tuple[tuple[str, ...], Readers | None] = ((), None)
         self._dropped: deque[int] = (
             deque()
         )  # moments that nobody has any more, in a container that anybody may fill
@@ -151,9 +162,11 @@ class Turns:
         self.now = attrs.evolve(self.now, queue=abort(self.now.queue, samples), book=book)
         return outputs
 
-    def told(self, numbers: Iterable[int]) -> None:
-        """There is no news of these submissions any more."""
-        self.now = attrs.evolve(self.now, book=told(self.now.book, numbers))
+    def tell(self, numbers: Iterable[int], *, of: Container[int] | None = None) -> dict[int, RequestOutput]:
+        """What these submissions have, or some of them; there is no news of them any more."""
+        book, outputs = tell(self.now.book, numbers, of=of)
+        self.now = attrs.evolve(self.now, book=book)
+        return outputs
 
     def forget(self) -> None:
         """Nothing was submitted, and there is no news of anything."""
@@ -187,13 +200,15 @@ class Turns:
     def fork(self, req_id: str, new_req_id: str, *, stream: int | None, book: Book) -> None:
         """A sample goes on under a second id, which is in this book."""
         now = self.ready()
-        parent, number, batch = known(now.book.samples, req_id), known(book.samples, new_req_id), now.batch
+        parent, child, batch = known(now.book.live, req_id), known(book.live, new_req_id), now.batch
         has_row = req_id in batch.row_of and bool(free_rows(drop(batch, [new_req_id])))
-        forked = fork(now.queue, req_id, new_req_id, arrival=number, stream=stream, has_row=has_row)
+        forked = fork(now.queue, req_id, new_req_id, arrival=child.number, stream=stream, has_row=has_row)
         batch = keep_blocks(batch, forked.kept)
         if forked.has_run:
             batch = fork_request(batch, req_id, new_req_id, stream=stream, goes_on=forked.goes_on)
-        in_flight = tuple([_with_heir(step, parent, new_req_id, number) for step in now.in_flight])
+        in_flight = tuple(
+            [attrs.evolve(f, readers=with_heir(book, f.readers, parent, child)) for f in now.in_flight]
+        )
         self.now = attrs.evolve(now, queue=forked.queue, batch=batch, book=book, in_flight=in_flight)
 
     def _begin(self) -> bool:
@@ -205,12 +220,12 @@ class Turns:
             self.now = attrs.evolve(before, queue=queue, batch=batch)
             return False
         book = before.book
-        numbers = self._numbers_of(scheduled.req_ids, book)
         if scheduled.scheduled_new_reqs:
             book = admit(book, scheduled.scheduled_new_reqs)
+        readers = self._readers(scheduled.req_ids, book)
         unscored = Unscored(book)
         launched = launch(before.bound, before.leased, batch, self._dispatch_keys, unscored=unscored)
-        flight = InFlight(scheduled.req_ids, numbers, launched.pending, launched.prompts)
+        flight = InFlight(scheduled.req_ids, readers, launched.pending, launched.prompts)
         self.now = Now(queue, batch, launched.leased, before.bound, book, (*before.in_flight, flight))
         return True
 
@@ -225,16 +240,16 @@ class Turns:
             queue=queue,
             batch=settle(now.batch, flight.pending.batch, output),
             in_flight=now.in_flight[1:],
-            landed=Landed(flight, output, finished, flight.scores()),
+            landed=Landed(flight.readers, output, finished, flight.scores()),
         )
 
-    def _numbers_of(self, req_ids: tuple[str, ...], book: Book) -> tuple[int, ...]:
-        """The samples' numbers; those of the last step, if its ids are these."""
-        last_ids, last_samples, numbers = self._last_numbers
-        if req_ids is not last_ids or book.samples is not last_samples:
-            numbers = tuple([known(book.samples, req_id) for req_id in req_ids])
-            self._last_numbers = req_ids, book.samples, numbers
-        return numbers
+    def _readers(self, req_ids: tuple[str, ...], book: Book) -> Readers:
+        """Whom the output of a step will concern; the same object as for the last one, if it is the same samples."""
+        last_ids, readers = self._last_readers
+        if readers is None or req_ids is not last_ids or book.live is not readers.live:
+            readers = readers_of(book, [known(book.live, req_id) for req_id in req_ids], range(len(req_ids)))
+            self._last_readers = req_ids, readers
+        return readers
 
     def _try_processors(self, request: Request) -> None:
         """Refuse logits processors that fail on the prompt; samples of one prompt have the same ones."""
@@ -267,12 +282,3 @@ class Turns:
             leased=now.bound.buffers.lease(),
             in_flight=(),
         )
-
-
-def _with_heir(step: InFlight, parent: int, req_id: str, number: int) -> InFlight:
-    """The step, bringing a fork what it brings the parent, if it runs that."""
-    rows = dict(zip(step.numbers, range(len(step.numbers)), strict=True))
-    rows |= {heir.number: heir.row for heir in step.heirs}
-    if parent not in rows:
-        return step
-    return attrs.evolve(step, heirs=(*step.heirs, Heir(req_id, number, rows[parent])))

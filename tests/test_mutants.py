@@ -29,6 +29,7 @@ from purestep.pure.scheduler.admission import Beginning
 from purestep.state.buffers import PersistentBuffers
 from tests.bugs import test_kv_cache, test_prefill, test_sampling, tiny_engine
 from tests.bugs.buffer_mutants import BUFFER_MUTANTS
+from tests.bugs.moment_mutants import MOMENT_MUTANTS
 from tests.bugs.processor_mutants import PROCESSOR_MUTANTS
 from tests.bugs.runner_mutants import RUNNER_MUTANTS
 from tests.mutant import Mutant
@@ -178,6 +179,7 @@ def with_kernels(**functions: Any) -> dict[str, Kernels]:
 
 MUTANTS = [
     *BUFFER_MUTANTS,
+    *MOMENT_MUTANTS,
     *RUNNER_MUTANTS,
     *PROCESSOR_MUTANTS,
     Mutant(

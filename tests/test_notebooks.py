@@ -11,7 +11,7 @@ import pytest
 
 from tests.syntax import ROOT
 
-NOTEBOOKS = ("01_one_step", "02_continuous_batching", "03_in_a_training_loop", "05_sampling")
+NOTEBOOKS = ("01_one_step", "02_continuous_batching", "03_in_a_training_loop", "04_time_travel", "05_sampling")
 
 
 REFRESH = "refresh it: python -P tests/refresh_notebooks.py"
@@ -70,7 +70,7 @@ def test_notebook(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     )
 
 
-@pytest.mark.parametrize(("name", "figures"), list(zip(NOTEBOOKS, (0, 1, 1, 0), strict=True)))
+@pytest.mark.parametrize(("name", "figures"), list(zip(NOTEBOOKS, (0, 1, 1, 1, 0), strict=True)))
 def test_stored_outputs_are_small_and_say_nothing_of_a_machine(name: str, figures: int) -> None:
     text = (ROOT / "notebooks" / f"{name}.ipynb").read_text()
     outputs = [output for cell in code_cells(text) for output in cell["outputs"]]

@@ -27,8 +27,8 @@ def write_kv(kv: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> Tensor:
     """
     if not kv.is_contiguous():
         raise ValueError(
-            f"a cache {tuple(kv.shape)} with strides {kv.stride()}: the CPU kernels take no memory order but NHD; lay it "
-            "out so, or use purestep.kernels.reference"
+            f"a cache {tuple(kv.shape)} with strides {kv.stride()}: the CPU kernels take no memory order but NHD; lay "
+            "it out so, or use purestep.kernels.reference"
         )
     block_size = kv.shape[2]
     rows = kv.view(-1, *kv.shape[3:])

@@ -3,6 +3,8 @@
 Both touch a few numbers of each row and request, which a program of 128 lanes does for as many of them.
 """
 
+import itertools
+
 import torch
 import triton
 import triton.language as tl
@@ -128,14 +130,20 @@ def advance(
     back what they read.
     """
     num_reqs, num_rows = row_of_index.shape[0], ledger.shape[1]
-    kept, computed = torch.empty_like(sampled), torch.empty_like(seq_lens)
-    stays, now_nan = torch.empty_like(discard), torch.empty_like(discard)
+    kept, computed, stays, now_nan = _together(sampled, seq_lens, discard, discard)
     given = (row_of_index, seq_lens, discard, sampled, stops, has_nan)
     _advance[(triton.cdiv(max(num_reqs, num_rows), LANES),)](
         ledger, token_ids, *(x.contiguous() for x in given), kept, computed, stays, now_nan, num_reqs, num_rows,
         ledger.stride(0), token_ids.stride(0), token_ids.shape[1], LANES=LANES, **early_launch(),
     )  # fmt: skip
     return ledger, token_ids, kept, computed, stays, now_nan
+
+
+def _together(*columns: Tensor) -> list[Tensor]:
+    """Columns like these, unfilled, in one allocation: one copy brings them all to the host."""
+    ends = list(itertools.accumulate([triton.cdiv(x.nbytes, 16) * 16 for x in columns], initial=0))
+    data = torch.empty(ends[-1], dtype=torch.uint8, device=columns[0].device)
+    return [data[at : at + x.nbytes].view(x.dtype) for at, x in zip(ends, columns, strict=False)]
 
 
 @triton.jit(

@@ -59,8 +59,8 @@ class LogitsProcessor:
 
     `apply(logits [rows, vocab], history, params) -> logits [rows, vocab]` is called with the rows of all requests that
     chose the same function, and for every name a tensor [rows] of their parameters: int64 if all of them are whole
-    numbers, else float32. Logits are float32, or float64 of a model that is. It is pure: it writes nothing that it was given, and each row of its result depends on that
-    row alone. Requests that did not choose it are not shown to it.
+    numbers, else float32. Logits are float32, or float64 of a model that is. It is pure: it writes nothing that it was
+    given, and each row of its result depends on that row alone. Requests that did not choose it are not shown to it.
 
     It stands behind bias and before penalties; with `argmax_invariant`, which promises that no row's largest logit
     changes, behind temperature and before min-p, top-k and top-p, and greedy requests skip it.

@@ -78,11 +78,11 @@ def go_back(queue: Queue, then: Queue) -> Queue:
     ]
     pools = [release(pool, _held(queue.running, group)) for pool, group in zip(pools, groups, strict=True)]
     now = queue.kv_version
-    back = replace(then, pools=tuple(pools), moments=queue.moments)
+    queue = replace(then, pools=tuple(pools), moments=queue.moments)
     if now == then.kv_version:
-        return back
-    back = set_version(back, now.version, keep_kv=now.root == then.kv_version.root)
-    return replace(back, kv_version=now)
+        return queue
+    queue = set_version(queue, now.version, keep_kv=now.root == then.kv_version.root)
+    return replace(queue, kv_version=now)
 
 
 def fork(

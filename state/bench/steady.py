@@ -23,9 +23,9 @@ from purestep.state.bench.engines import SPARE_TOKENS
 from purestep.state.bench.methods import SAMPLINGS, Method, Prompts
 from purestep.state.engine import Engine
 from purestep.state.graphs import GraphKey
+from purestep.state.launch import whole_step
 from purestep.state.lease import Leased
 from purestep.state.moments import Moment, remember, rewind
-from purestep.state.launch import whole_step
 from purestep.state.run import run
 from purestep.state.turns import Turns
 
@@ -128,7 +128,7 @@ def turn_us(turns: Turns, method: Method, clock: Clock) -> float:
 def take_turn(turns: Turns) -> None:
     """A step begun, one taken in; nobody wants to hear what it brought."""
     turns.turn()
-    turns.told(turns.now.book.news)
+    turns.tell(turns.now.book.news, of=())
 
 
 def plans_ahead(turns: Turns, num_steps: int) -> Plans:

@@ -137,7 +137,7 @@ def test_a_parent_that_is_not_there_is_refused_by_name() -> None:
 def test_a_fork_that_goes_on_needs_a_row() -> None:
     batch = prefilled(*"abcd"[: LIMITS.max_num_reqs])
     assert not batch.parked
-    with pytest.raises(SchedulerOutputError, match="1 requests are to be admitted and 0 of"):
+    with pytest.raises(SchedulerOutputError, match="'new' is to go on beside another one, and none of 4 rows is free"):
         fork_request(batch, "a", "new", stream=0, goes_on=True)
     assert "new" in fork_request(batch, "a", "new", stream=0, goes_on=False).parked
 

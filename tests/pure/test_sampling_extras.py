@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from purestep.kernels.reference import reference
 from purestep.pure.errors import ExtrasError, InvalidParameterError
@@ -343,3 +344,23 @@ def test_a_trainer_can_correct_its_ratios(seed: int, temperature: float, k: int,
     torch.testing.assert_close(told, whole - processed.kept_mass.log_mass, atol=1e-6, rtol=0)
     torch.testing.assert_close(told, processed.kept_mass.drawn_logprobs, atol=1e-12, rtol=0)
     assert equal(processed.kept_mass, raw.kept_mass) and (processed.kept_mass.log_mass <= 0).all()
+
+
+def test_traced_and_compiled_sampling_runs_processors_too() -> None:
+    """One graph without a break, of a batch in which some chose one; the same tokens and reports."""
+    askers = [
+        Asker(replace(WATCHED, kept_mass=True, top_k=3, logprob_token_ids=(2,)), (1,), (2, 2)),
+        Asker(replace(WATCHED, logits_processors=LogitsProcessor(no_repeats, {"cost": 2.0})), (1,), (2, 2)),
+    ]
+    given_logits = executed(askers, TABLE.expand(2, -1))
+    extras = sampling_extras(batch_of(askers, 4)).to("cpu")
+
+    def stage(logits: Tensor) -> list[Tensor]:
+        tokens = sample_tokens(replace(given_logits, logits=logits), kernels=reference, extras=extras)
+        leaves: list[Tensor] = torch.utils._pytree.tree_leaves(tokens)
+        return leaves
+
+    expected = stage(TABLE.expand(2, -1))
+    worlds = (make_fx(stage)(torch.zeros(2, 4)), torch.compile(stage, fullgraph=True, backend="eager"))
+    for world in worlds:
+        assert equal(world(TABLE.expand(2, -1)), expected)

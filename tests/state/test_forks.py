@@ -1,4 +1,4 @@
-"""Forks in the engine: a request that goes on under two ids has one history up to there, and changes nothing of its own."""
+"""Forks in the engine: what goes on under two ids has one history up to there, and the fork changes nothing of it."""
 
 from random import Random
 
@@ -34,19 +34,21 @@ def test_a_fork_has_its_parents_history_and_changes_nothing_of_it(
     with engine(steps_ahead=steps_ahead, enable_prefix_caching=caching, **sizes) as own:
         own.add_request("a", prompt, params, stream=0)
         own.add_request("other", rng.choice(PROMPTS), params)
-        results, shared = {}, {}
-        for step in range(num_steps):
+        results, shared, same = {}, dict[str, tuple[int, ...]](), {"a"}
+        for _ in range(num_steps):
             results |= {output.req_id: output for output in own.step()}
             live = [name for name in "abcd" if name in own._turns.now.book.numbers]
             if live and rng.random() < 0.5 and len(shared) < 3:
                 parent, name = rng.choice(live), "bcd"[len(shared)]
                 shared[name] = results[parent].token_ids if parent in results else ()
-                own.fork(parent, name, keep_stream=rng.random() < 0.5, **({"stream": 7} if step % 2 else {}))
-        streams = dict.fromkeys(shared, own._turns.now.queue)
+                if rng.random() < 0.5:
+                    own.fork(parent, name, keep_stream=True)
+                    same |= {name} if parent in same else set()
+                else:
+                    own.fork(parent, name, stream=7)
         results |= drained(own)
     expected = alone(prompt, params, steps_ahead=0).token_ids
-    assert streams.keys() <= results.keys()
-    assert results["a"].token_ids == expected
+    assert {results[name].token_ids for name in same} == {expected}
     for name, known in shared.items():
         assert results[name].token_ids[: len(known)] == known
         assert results[name].prompt_token_ids == prompt
@@ -91,20 +93,21 @@ def test_a_sample_of_several_can_be_forked() -> None:
 
 def test_what_waits_can_be_forked_too() -> None:
     """Before it ever ran, and after it was preempted."""
-    params = replace(GREEDY, max_tokens=9)
-    with engine(
-        max_num_reqs=2, kv_cache_bytes=8 * 1024, max_model_len=24, enable_prefix_caching=False
-    ) as own:
+    params, sizes = replace(GREEDY, max_tokens=9), {"kv_cache_bytes": 8 * 1024, "max_model_len": 24}
+    with engine(max_num_reqs=3, block_horizon=1, enable_prefix_caching=False, **sizes) as own:  # 7 blocks
         own.add_request("a", PROMPTS[2], params)
         own.fork("a", "b")
         own.add_request("c", PROMPTS[2], params)
-        while not any(state.num_preemptions for _, state in own._turns.now.queue.waiting.states.items()):
-            own.step()
-        waits = [state.request.req_id for _, state in own._turns.now.queue.waiting.states.items()]
+        results, waits = {}, list[str]()
+        while not waits:
+            results |= {output.req_id: output for output in own.step()}
+            states = [state for _, state in own._turns.now.queue.waiting.states.items()]
+            waits = [state.request.req_id for state in states if state.num_preemptions]
+            assert own.has_unfinished(), "nobody was preempted"
         own.fork(waits[0], "d")
-        results = drained(own)
+        results |= drained(own)
+    assert sorted(results) == ["a", "b", "c", "d"]
     assert {result.token_ids for result in results.values()} == {alone(PROMPTS[2], params).token_ids}
-    assert len(results) >= 3
 
 
 @pytest.mark.parametrize(
@@ -131,8 +134,10 @@ def test_a_fork_is_refused_by_name_and_changes_nothing(
             own.fork(*call)
         with pytest.raises(InvalidRequestError, match="fork of sample 2 of 'n', which has 2"):
             own.fork("n", "y", sample=2)
-        with pytest.raises(InvalidRequestError, match="stream=1.5"):
+        with pytest.raises(InvalidRequestError, match=r"stream=1\.5"):
             own.fork("a", "y", stream=1.5)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequestError, match="stream=1 and keep_stream: give one of them"):
+            own.fork("a", "y", stream=1, keep_stream=True)
         assert own._turns.now is before
 
 

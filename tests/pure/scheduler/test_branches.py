@@ -3,7 +3,17 @@
 import pytest
 
 from purestep.pure.errors import DuplicateRequestError, InvalidRequestError, OutOfBlocksError, OutOfRowsError
-from purestep.pure.scheduler import abort, check_invariants, fork, go_back, hold, let_go, num_free, schedule
+from purestep.pure.scheduler import (
+    abort,
+    check_invariants,
+    fork,
+    go_back,
+    hold,
+    let_go,
+    num_free,
+    schedule,
+    update,
+)
 from tests.laws import assert_pure, digest
 from tests.pure.scheduler.toy import Driver, counts, driver
 
@@ -146,7 +156,7 @@ class TestFork:
 
     def test_a_preempted_parent_waits_in_line_with_its_fork(self) -> None:
         made = driver(("a", 10), ("b", 10), num_blocks=(7,), enable_prefix_caching=False, max_tokens=6)
-        while not made.queue.waiting.states.num_items:
+        while not any(state.num_preemptions for _, state in made.queue.waiting.states.items()):
             made.step()
         made.fork("b", "c")
         given = made.given["c"]
@@ -198,3 +208,13 @@ class TestFork:
         assert (forked.has_run, forked.goes_on) == (True, False)
         _, output = schedule(forked.queue)
         assert counts(output) == {"a": 1}
+
+    def test_a_fork_without_a_row_waits_for_chunks_of_the_prompt_too(self) -> None:
+        made = driver(("a", 10), async_scheduling=True, long_prefill_token_threshold=4)
+        made.schedule()
+        forked = fork(made.queue, "a", "b", arrival=9, stream=0, has_row=False)
+        queue, output = schedule(forked.queue)
+        assert counts(output) == {"a": 4}
+        req_ids, result = made.on_the_way[0]
+        queue, _ = update(queue, req_ids, result)
+        assert counts(schedule(queue)[1]) == {"a": 2, "b": 4}

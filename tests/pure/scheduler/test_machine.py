@@ -13,7 +13,8 @@ from hypothesis.stateful import (
 )
 
 from purestep.pure.records.queue import SchedulerConfig
-from tests.pure.scheduler.toy import VOCAB, Driver, config, request
+from tests.pure.scheduler.toy import Driver, config, request
+from tests.pure.scheduler.toy_device import VOCAB
 
 IDS = tuple("abcdefgh")
 TOKENS = st.lists(st.integers(0, VOCAB - 1), min_size=24, max_size=24)

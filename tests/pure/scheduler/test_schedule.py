@@ -6,7 +6,8 @@ from purestep.pure.records.outputs import StepOutput
 from purestep.pure.records.queue import Queue
 from purestep.pure.scheduler import add, make_queue, num_free, schedule, update
 from tests.laws import assert_pure, digest
-from tests.pure.scheduler.toy import Driver, config, counts, driver, next_token, request
+from tests.pure.scheduler.toy import Driver, config, counts, driver, request
+from tests.pure.scheduler.toy_device import next_token
 
 pytestmark = pytest.mark.usefixtures("unchecked_records")
 

@@ -109,7 +109,9 @@ def _forks(batch: InputBatch, absorbed: InputBatch) -> dict[int, int]:
     copies = {}
     for fork in batch.forks:
         row, source = batch.row_of.get(fork.child.req_id), absorbed.row_of.get(fork.parent.req_id)
-        if row is None or source is None or fork.num_begun < batch.clock.num_begun - 1:  # steps have run since
+        if (
+            row is None or source is None or fork.num_begun < batch.clock.num_begun - 1
+        ):  # steps have run since
             continue
         if batch.rows.requests[row] is fork.child and absorbed.rows.requests[source] is fork.parent:
             copies[row] = source

@@ -66,7 +66,7 @@ def _sent(leaves: Sequence[Tensor | None]) -> list[Tensor | None]:
         storage = leaf.untyped_storage()
         address = storage.data_ptr()
         if address not in allocations:
-            whole = torch.empty(0, dtype=torch.uint8, device=leaf.device).set_(storage)  # type: ignore[call-overload]
+            whole = torch.empty(0, dtype=torch.uint8, device=leaf.device).set_(storage)
             allocations[address] = _pinned(whole)
         sent.append(like(leaf, allocations[address]))
     return sent

@@ -11,7 +11,13 @@ import pytest
 
 from tests.syntax import ROOT
 
-NOTEBOOKS = ("01_one_step", "02_continuous_batching", "03_in_a_training_loop", "04_time_travel", "05_sampling")
+NOTEBOOKS = (
+    "01_one_step",
+    "02_continuous_batching",
+    "03_in_a_training_loop",
+    "04_time_travel",
+    "05_sampling",
+)
 
 
 REFRESH = "refresh it: python -P tests/refresh_notebooks.py"

@@ -62,7 +62,9 @@ def _wanted(queue: Queue) -> Tokens:
     """Tokens that each row could compute now."""
     counts, config = queue.running.counts, queue.config
     pending = counts.num_tokens > counts.num_known
-    if config.async_scheduling:  # a row that sat out comes back as the host knows it, so nothing may be on its way
+    if (
+        config.async_scheduling
+    ):  # a row that sat out comes back as the host knows it, so nothing may be on its way
         pending = (pending | (counts.num_settled < counts.num_computed)) & ~counts.ran
     wanted: Tokens = counts.num_tokens - counts.num_computed
     waits = pending | (counts.num_tokens >= queue.running.facts.length_limit)

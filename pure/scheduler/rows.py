@@ -111,9 +111,7 @@ def drop_rows(running: Running, rows: Sequence[int]) -> Running:
     return take_rows(running, np.flatnonzero(kept))
 
 
-def add_twin(
-    running: Running, row: int, state: RequestState, residence: Residence, *, ran: bool
-) -> Running:
+def add_twin(running: Running, row: int, state: RequestState, residence: Residence, *, ran: bool) -> Running:
     """With one request more, whose counts are those of the one in the row."""
     rows = np.append(np.arange(len(running)), row)
     facts, counts = _take(running.facts, rows), _take(running.counts, rows)

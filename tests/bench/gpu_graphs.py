@@ -296,7 +296,7 @@ def moments(device: Device) -> Iterator[Row]:
         }
 
 
-CHECKS = (modes,  unrolled, refusal, moments, uploads, memory)
+CHECKS = (modes, unrolled, refusal, moments, uploads, memory)
 
 
 def main() -> int:

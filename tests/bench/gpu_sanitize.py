@@ -15,7 +15,13 @@ import time
 from tests.kernels.triton import gpu_checks, gpu_fused_checks
 
 SMALL_VOCAB = 3000
-SLOW = ("beyond 2**31", "replays", "thirty times", "launches", "logits of")  # nothing there that others do not launch
+SLOW = (
+    "beyond 2**31",
+    "replays",
+    "thirty times",
+    "launches",
+    "logits of",
+)  # nothing there that others do not launch
 
 
 def main() -> int:

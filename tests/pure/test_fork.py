@@ -128,16 +128,16 @@ def test_a_fork_takes_an_id_that_has_ended() -> None:
 
 
 def test_a_parent_that_is_not_there_is_refused_by_name() -> None:
-    with pytest.raises(
-        SchedulerOutputError, match="fork of 'x' as 'b': the batch knows 1 requests in rows"
-    ):
+    with pytest.raises(SchedulerOutputError, match="fork of 'x' as 'b': the batch knows 1 requests in rows"):
         fork_request(prefilled("a"), "x", "b", stream=0, goes_on=True)
 
 
 def test_a_fork_that_goes_on_needs_a_row() -> None:
     batch = prefilled(*"abcd"[: LIMITS.max_num_reqs])
     assert not batch.parked
-    with pytest.raises(SchedulerOutputError, match="'new' is to go on beside another one, and none of 4 rows is free"):
+    with pytest.raises(
+        SchedulerOutputError, match="'new' is to go on beside another one, and none of 4 rows is free"
+    ):
         fork_request(batch, "a", "new", stream=0, goes_on=True)
     assert "new" in fork_request(batch, "a", "new", stream=0, goes_on=False).parked
 

@@ -23,8 +23,8 @@ from purestep.pure.errors import (
 from purestep.pure.models.initialize import random_params, tiny_config
 from purestep.pure.models.llama import llama
 from purestep.pure.record import replace
-from purestep.pure.records.params import Params
 from purestep.pure.records.logits_processor import LogitsProcessor
+from purestep.pure.records.params import Params
 from purestep.pure.records.sampling_params import SamplingParams
 from purestep.state.buffers import leaves
 from purestep.state.engine import Engine

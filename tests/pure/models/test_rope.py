@@ -46,7 +46,9 @@ def test_angles_are_transformers_to_the_bit(
     )
     at = torch.tensor(positions)
     expected = LlamaRotaryEmbedding(config)(torch.zeros(1, dtype=dtype), at[None])
-    found = assert_pure(rope_cos_sin, RopeConfig(theta=theta, scaling=made), at, dim, dtype, kernels=reference)
+    found = assert_pure(
+        rope_cos_sin, RopeConfig(theta=theta, scaling=made), at, dim, dtype, kernels=reference
+    )
     for got, want in zip(found, expected, strict=True):
         assert got.dtype == dtype
         assert torch.equal(got, want[0, :, : dim // 2])

@@ -83,7 +83,10 @@ def sample_tokens(
             final = kernels.truncate(final, params["top_k"], params["top_p"], params["min_p"])
         noise = _exponential(params, logits.shape[-1], kernels) if exponential is None else exponential
         drawn = kernels.draw(final, noise.to(final.dtype))
-        tokens = torch.where(params["temperature"] < GREEDY_BELOW, tokens, drawn)
+        is_greedy = params["temperature"] < GREEDY_BELOW
+        if extras.processors:  # those behind temperature may leave a row no token either
+            left = torch.where(is_greedy, left, final.gather(-1, drawn[:, None])[:, 0].to(left.dtype))
+        tokens = torch.where(is_greedy, tokens, drawn)
     place = torch.arange(params.banned_ids.shape[1], device=tokens.device)
     is_stop = (params.banned_ids == tokens[:, None]) & (place < params["num_stop_ids"][:, None])
     logprobs, id_logprobs = _logprobs(shape, params, (logits, processed, final), tokens, extras, kernels)

@@ -80,6 +80,7 @@ def _is_steady(batch: InputBatch, output: SchedulerOutput) -> bool:
         and (cached.req_ids is batch.req_ids or cached.req_ids == batch.req_ids)
         and (output.req_ids is batch.req_ids or output.req_ids == batch.req_ids)
         and has_full_columns(output)
+        and not batch.forks  # one of them may have taken the id of a request of the last step
     )
 
 

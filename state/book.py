@@ -212,6 +212,7 @@ def readers_of(book: Book, samples: Iterable[Sample], rows: Iterable[int]) -> Re
 
 def with_heir(book: Book, readers: Readers, parent: Sample, child: Sample) -> Readers:
     """With a sample that was just forked from one which may be among them: what is told that, is told it."""
+    readers = _still_there(book, readers)
     if parent not in readers.samples:
         return readers
     rows = readers.rows.tolist()

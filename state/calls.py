@@ -27,11 +27,19 @@ class Call:
     def turn(self) -> list[int]:
         """Those that there is news of, by number: the engine takes a turn if there is none yet.
 
+        Of prompts that were aborted meanwhile, or whose end `step` has told, there is none any more.
+
         Raises:
             StaleStateError: the engine was rewound to a moment at which they had not begun.
         """
         if self._num_rewinds != self.turns.num_rewinds:
             self._go_on_from_there()
+        submissions = self.turns.now.book.submissions
+        self.left = {
+            number for number in self.left if number in submissions
+        }  # others told or aborted the rest
+        if not self.left:
+            return []
         if not any(number in self.own for number in self.turns.now.book.news):
             self.turns.turn()
         return [number for number in self.turns.now.book.news if number in self.own]

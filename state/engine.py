@@ -12,7 +12,12 @@ from typing import Any, Literal, Self
 import torch
 
 from purestep.kernels.types import Kernels
-from purestep.pure.errors import DuplicateRequestError, InvalidParameterError, InvalidRequestError
+from purestep.pure.errors import (
+    DuplicateRequestError,
+    InvalidParameterError,
+    InvalidRequestError,
+    StaleStateError,
+)
 from purestep.pure.records.params import Params
 from purestep.pure.records.sampling_params import SamplingParams, normalize, validate
 from purestep.pure.scheduler import make_queue, num_free
@@ -217,10 +222,15 @@ class Engine:
         with self._submitted(prompts, sampling_params, on_error, add_special_tokens) as call:
             results = dict(call.refused)
             with progress_bar(len(call.names), shown=progress) as report:
-                while len(results) < len(call.names):
+                while call.left:
                     grown = call.turn()
                     results |= call.take(grown, only_over=True)
                     report(finished=len(results), tokens=len(grown))
+        if gone := [name for name in call.names if name not in results]:
+            raise StaleStateError(
+                f"{len(gone)} of {len(call.names)} requests of this call, {gone[0]!r} first, were aborted or told by "
+                "`step` while it ran: let it end, or use add_request and step for what is to be stopped"
+            )
         return [results[name] for name in call.names]
 
     def stream(

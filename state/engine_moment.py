@@ -51,7 +51,7 @@ class EngineMoment:
         Raises:
             StaleStateError: the moment is closed, or it is of another engine.
         """
-        if self._known is None:
+        if self._known is None or not self._close.alive:
             raise StaleStateError(
                 "this moment is closed and holds nothing: remember() a new one before it is needed"
             )

@@ -35,6 +35,17 @@ DEFAULT_KV_CACHE_BYTES = 512 * 2**20
 Source = str | Path | LoadedModel | tuple[Model, Params] | None
 
 
+LEAST = {  # of the sizes that are whole numbers; a prompt and an output need 2 tokens
+    "kv_cache_bytes": 1,
+    "block_size": 1,
+    "max_num_reqs": 1,
+    "max_num_batched_tokens": 1,
+    "block_horizon": 1,
+    "max_model_len": 2,
+    "steps_ahead": 0,
+}
+
+
 @attrs.frozen(kw_only=True)
 class Sizes:
     """How much an engine holds and does at once. None: as much as model and cache allow."""
@@ -55,23 +66,13 @@ class Sizes:
     capture_progress: bool = True  # a bar while graphs are captured
 
     def __attrs_post_init__(self) -> None:
-        for name in (
-            "kv_cache_bytes",
-            "block_size",
-            "max_num_reqs",
-            "max_num_batched_tokens",
-            "block_horizon",
-        ):
+        for name, least in LEAST.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InvalidParameterError(f"{name}={value}: it must be at least 1")
+            if value is not None and (type(value) is not int or value < least):
+                raise InvalidParameterError(f"{name}={value!r}: it must be a whole number, at least {least}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise InvalidParameterError(
                 f"gpu_memory_utilization={self.gpu_memory_utilization}: it is a share, above 0 and at most 1"
-            )
-        if self.max_model_len is not None and self.max_model_len < 2:
-            raise InvalidParameterError(
-                f"max_model_len={self.max_model_len}: a prompt and an output need 2 tokens"
             )
 
 

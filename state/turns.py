@@ -88,9 +88,7 @@ class Turns:
         self.num_rewinds = 0
         self._moment_numbers = count()
         self._last_readers: tuple[tuple[str, ...], Readers | None] = ((), None)
-        self._dropped: deque[int] = (
-            deque()
-        )  # moments that nobody has any more, in a container that anybody may fill
+        self._dropped = deque[int]()  # moments that nobody has any more; put here whenever that happens
         self.now = Now(queue, InputBatch.make_empty(limits), bound.buffers.lease(), bound, Book())
 
     @property

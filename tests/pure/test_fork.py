@@ -151,3 +151,22 @@ def test_blocks_that_are_given_up_are_gone_from_the_end_of_the_lists() -> None:
     assert [tape.tolist() for tape in kept.parked["b"].block_ids] == [[], [11]]
     assert kept.columns.room[row] == min(1 * LIMITS.block_sizes[0], 2 * LIMITS.block_sizes[1])
     assert keep_blocks(parked, {}) is parked
+
+
+def test_a_fork_under_the_id_of_a_request_that_just_ended_runs_in_its_own_row() -> None:
+    """The next step is of the same ids in the same order as the last one, and not of the same requests."""
+    ahead = decode(prefilled("a", "b"), "a", "b")  # so the row of the one that ended is not free yet
+    forked = fork_request(keep_blocks(ahead, {"a": (1, 3)}), "a", "b", stream=4, goes_on=True)
+    rows = [forked.row_of["a"], forked.row_of["b"]]
+    assert rows == [0, 2]
+    cached = cached_requests(
+        forked,
+        "a",
+        "b",
+        num_computed_tokens=forked.columns.num_computed_tokens_bound[rows],
+        num_output_tokens=forked.columns.num_tokens[rows] - 4,
+        new_block_ids={"a": ((5,), (6,)), "b": ((7,), (8,))},
+    )
+    now = update_states(forked, scheduled(cached=cached, counts={"a": 1, "b": 1}))
+    assert now.layout.row_of_index.tolist() == rows
+    assert_rows_are_a_partition(replace(now, forks=()))

@@ -262,6 +262,10 @@ def main() -> int:
     )  # outputs on their way come and go
     row |= {"steps": number, "counts": dict(soak.counts), "bytes": memory, "s": time.monotonic() - begun}
     row |= {"versions": {"torch": torch.__version__}, "date": datetime.date.today().isoformat()}
+    if soak.device.type == "cuda":
+        import triton
+
+        row["versions"] |= {"triton": triton.__version__, "device": torch.cuda.get_device_name()}
     print(row, flush=True)
     options.out.write_text(json.dumps([row], indent=1) + "\n")
     return int(not row["holds"])

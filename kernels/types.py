@@ -58,7 +58,12 @@ class Kernels:
     # the ends of a step; each is given the set itself first, and is defined by the set's other functions
     lay_out: Function  # (kernels, row_of_index, query_start_loc, ledger, token_ids, ...) -> inputs
     advance: Function  # (kernels, ledger, token_ids, ...) -> ledger, token_ids, ...; donates both
+    lay_out_drafts: (
+        Function  # (kernels, row_of_index, query_start_loc, ledger, drafts, token_ids, ...) -> inputs
+    )
+    advance_drafts: Function  # as advance, of several tokens a request; donates both
     ragged_index: Function  # (query_start_loc, num_tokens) -> index, offset
+    take_rows: Function  # (tables, rows) -> of each table the rows
     # state leaves
     write: Function  # (table, indices, values) -> table; donates table
     copy_blocks: Function  # (kv, source, target) -> kv; donates kv
@@ -81,7 +86,7 @@ class Kernels:
     attend_qkv: Function  # (kernels, qkv, kv, ...) -> out, kv: normed and turned heads attend; donates kv
     # sampling
     uniforms: Function  # (seed, stream, output_index, purpose, width) -> float32 [reqs, width] in (0, 1)
-    apply_grammar_bitmask: Function  # (logits, bitmask, mask_of_row) -> logits
+    apply_grammar_bitmask: Function  # (logits, bitmask, mask_of_row) -> logits; donates logits
     allow_only: Function  # (logits, row_mask, index, ids) -> logits
     ban_bad_words: Function  # (logits, history, prompt_lengths, lengths, index, words) -> logits
     ban_tokens: Function  # (logits, ids, active) -> logits
@@ -94,5 +99,17 @@ class Kernels:
     truncate: Function  # (logits, top_k, top_p, min_p) -> logits with -inf where cut
     greedy: Function  # (logits) -> ids
     draw: Function  # (logits, exponential) -> ids
+    # given the set itself first, and defined by its other functions
+    exponentials: (
+        Function  # (kernels, seed, stream, output_index, purpose, width) -> Exp(1) noise [reqs, width]
+    )
+    choose: Function  # (kernels, logits, temperature, top_k, ...) -> ids, ids of the largest: greedy or drawn
+    judge: Function  # (kernels, logits, best, processed, ids, ...) -> ids, stops, has_nan
+    logsumexp: Function  # (logits) -> what lowers a row to log-probabilities
     gather_logprobs: Function  # (logprobs, ids, num_logprobs) -> ids, logprobs, ranks
     gather_ids: Function  # (logprobs, ids) -> logprobs
+    # speculation
+    verify_greedy: Function  # (best, drafts, num_drafts) -> tokens [reqs, k + 1], -1 behind the last
+    count_accepted: Function  # (logits, drafts, num_drafts, draft_probs, uniform) -> accepted
+    draw_last: Function  # (logits, drafts, num_drafts, accepted, draft_probs, exponential) -> ids
+    propose_ngram: Function  # (token_ids, rows, lengths, room, ...) -> drafts

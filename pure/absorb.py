@@ -18,13 +18,14 @@ def absorb(state: StepState, *, kernels: Kernels) -> StepState:
     """The state with its inbox taken in and emptied; with nothing in it, the same object.
 
     Rows are forked before anything is written. Blocks are zeroed first and copied second, so that a copy may fill a
-    fresh block before the step writes behind it. Absorbing the plan of a to b and then that of b to c equals
+    fresh block before the step writes behind it. A row that is written anew or forked has no drafts but those that the
+    inbox brings. Absorbing the plan of a to b and then that of b to c equals
     absorbing that of a to c.
     """
     inbox = state.inbox
     if inbox.is_empty:
         return state
-    layout, ledger, sampling, tokens, rooms, blocks, copies, zeros, forks = _sections(inbox)
+    layout, ledger, sampling, tokens, rooms, blocks, copies, zeros, forks, drafts = _sections(inbox)
     write = kernels.write
     table, token_ids = state.ledger.table, state.token_ids
     if len(forks):
@@ -43,9 +44,10 @@ def absorb(state: StepState, *, kernels: Kernels) -> StepState:
     if blocks:
         pairs = zip(block_tables, blocks, strict=True)
         block_tables = tuple(write(t, (b[:, 0], b[:, 1]), b[:, 2]) for t, b in pairs)
+    renewed = (ledger[:, 0], forks[:, 1], drafts[:, 0])
     return replace(
         state,
-        ledger=Ledger(table),
+        ledger=Ledger(table, _drafts(state.ledger.drafts, renewed, drafts, kernels)),
         kv=_prepared_blocks(state, zeros, copies, kernels),
         token_ids=token_ids,
         block_tables=block_tables,
@@ -53,6 +55,7 @@ def absorb(state: StepState, *, kernels: Kernels) -> StepState:
         sampling=_sampling(state.sampling, inbox, sampling, kernels),
         layout=_layout(state.layout, inbox, layout),
         inbox=Inbox(inbox.data[:0], InboxShape()),
+        draft_probs=_certain(state.draft_probs, drafts, kernels),
     )
 
 
@@ -63,8 +66,8 @@ def _views(words: Tensor, shape: InboxShape) -> list[Tensor]:
     sampling = [(shape.sampling, 1 + NUM_WORDS)]
     tokens, rooms = [(shape.tokens, 3)], [(shape.rooms, 2)]
     blocks, copies = [(n, 3) for n in shape.blocks], [(n, 2) for n in shape.copies]
-    zeros, forks = [(n, 1) for n in shape.zeros], [(shape.forks, 2)]
-    sizes = layout + ledger + sampling + tokens + rooms + blocks + copies + zeros + forks
+    zeros, forks, drafts = [(n, 1) for n in shape.zeros], [(shape.forks, 2)], [(shape.drafts, 3)]
+    sizes = layout + ledger + sampling + tokens + rooms + blocks + copies + zeros + forks + drafts
     parts = torch.split(words, [count * width for count, width in sizes])
     return [part.view(count, width) for part, (count, width) in zip(parts, sizes, strict=True)]
 
@@ -79,9 +82,34 @@ def _sections(inbox: Inbox) -> tuple[Any, ...]:
         *views[1:5],
         tuple(views[5:after_blocks]),
         tuple(views[after_blocks:after_copies]),
-        tuple(view[:, 0] for view in views[after_copies:-1]),
-        views[-1],
+        tuple(view[:, 0] for view in views[after_copies:-2]),
+        *views[-2:],
     )
+
+
+def _drafts(
+    old: Tensor | None, renewed: tuple[Tensor, ...], entries: Tensor, kernels: Kernels
+) -> Tensor | None:
+    """The rows' drafts: none where a row is another request's or was forked, and what the plan says of the rest."""
+    if old is None:
+        assert not len(entries), "drafts for a state that was made without places for them"
+        return None
+    if not any(map(len, renewed)):
+        return old
+    old = kernels.write(old, (torch.cat(renewed),), old.new_full((), -1))
+    if not len(entries):
+        return old
+    written: Tensor = kernels.write(old, (entries[:, 0], entries[:, 1]), entries[:, 2])
+    return written
+
+
+def _certain(probs: Tensor | None, entries: Tensor, kernels: Kernels) -> Tensor | None:
+    """What drafts were drawn from: those that a plan brings were not, and stand for themselves."""
+    if probs is None or not len(entries):
+        return probs
+    certain = torch.arange(probs.shape[-1], device=probs.device) == entries[:, 2:]
+    written: Tensor = kernels.write(probs, (entries[:, 0], entries[:, 1]), certain)
+    return written
 
 
 def _sampling(old: SamplingRows, inbox: Inbox, entries: Tensor, kernels: Kernels) -> SamplingRows:

@@ -1,5 +1,9 @@
 """`advance`: the next state, once the step's tokens are known."""
 
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
 from purestep.kernels.types import Kernels
 from purestep.pure.record import replace
 from purestep.pure.records.inputs import StepInputs
@@ -15,9 +19,11 @@ def advance(
     Rows that ran have computed their tokens. A token is kept, appended to the row's tape and counted unless the row is
     discarded (its history is not fully computed), ran idle, or its logits were NaN. A row stops being active with a
     stop id, at its length limit, or with NaN logits: later steps of the same layout run it idle and change nothing
-    of it, so a loop of steps needs no host.
+    of it, so a loop of steps needs no host. Where drafts were verified several tokens may be kept, up to the first that
+    ends the row; keys and values of drafts that fell lie behind the computed length, where the next step writes.
     """
-    table, token_ids, kept, computed, stays, has_nan = kernels.advance(
+    entry = kernels.advance if inputs.drafts is None else kernels.advance_drafts
+    table, token_ids, kept, computed, stays, has_nan = entry(
         kernels,
         state.ledger.table,
         state.token_ids,
@@ -29,7 +35,7 @@ def advance(
         sampled.has_nan,
     )
     output = StepOutput(
-        sampled_token_ids=kept[:, None],
+        sampled_token_ids=kept[:, None] if inputs.drafts is None else kept,
         num_computed_tokens=computed,
         active=stays,
         has_nan=has_nan,
@@ -37,4 +43,16 @@ def advance(
         id_logprobs=sampled.id_logprobs,
         kept_mass=sampled.kept_mass,
     )
-    return replace(state, ledger=Ledger(table), token_ids=token_ids), output
+    drafts = _left(state, output.sampled_token_ids[:, 0] >= 0, kernels)
+    return replace(state, ledger=Ledger(table, drafts), token_ids=token_ids), output
+
+
+def _left(state: StepState, kept: Bool[Tensor, " reqs"], kernels: Kernels) -> Tensor | None:
+    """The rows' drafts: guesses at what follows a row's tokens are nothing to it once it has other ones."""
+    drafts = state.ledger.drafts
+    if drafts is None:
+        return None
+    nobody = drafts.shape[0] - 1
+    row = torch.where(kept, state.layout.row_of_index, nobody)
+    written: Tensor = kernels.write(drafts, (row,), drafts.new_full((), -1))
+    return written

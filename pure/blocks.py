@@ -75,12 +75,14 @@ def retain(pool: BlockPool, ids: Sequence[int] | Ids) -> BlockPool:
     ids = np.asarray(ids, np.int32)
     if not len(ids):
         return pool
-    idle = ids[pool.refcounts[ids] == 0]
-    idle = np.unique(idle) if len(idle) else idle
+    refcounts, before = pool.refcounts.counted(ids, 1)
+    if before.all():
+        return replace(pool, refcounts=refcounts)
+    idle = np.unique(ids[before == 0])
     assert (pool.idle_at[idle] >= 0).all(), "a free block was retained"
     return replace(
         pool,
-        refcounts=pool.refcounts.plus(ids, 1),
+        refcounts=refcounts,
         idle_at=pool.idle_at.with_items(idle, _never(idle)),
         num_idle=pool.num_idle - len(idle),
     )
@@ -121,18 +123,19 @@ def offer(pool: BlockPool, keys: Sequence[bytes], ids: Sequence[int] | Ids) -> B
 
     The first block under a key stays; another one with the same content is free as soon as its holders are gone.
     """
-    news = [
-        (key, block)
-        for key, block in zip(keys, np.asarray(ids).tolist(), strict=True)
-        if key not in pool.block_of and block not in pool.key_of
-    ]
+    news: dict[bytes, int] = {}
+    key_of: dict[int, bytes] = {}
+    for key, block in zip(keys, np.asarray(ids).tolist(), strict=True):
+        is_known = key in news or block in key_of or key in pool.block_of or block in pool.key_of
+        if not is_known:
+            news[key], key_of[block] = block, key
     if not news:
         return pool
-    assert pool.refcounts[np.array([block for _, block in news])].min() > 0, "a free block was offered"
+    assert pool.refcounts[np.array(list(key_of))].min() > 0, "a free block was offered"
     return replace(
         pool,
-        block_of=pool.block_of.with_items(news),
-        key_of=pool.key_of.with_items((block, key) for key, block in news),
+        block_of=pool.block_of.with_items(news.items()),
+        key_of=pool.key_of.with_items(key_of.items()),
     )
 
 

@@ -12,7 +12,7 @@ from purestep.pure.records.scheduler_output import NewRequestData, SchedulerOutp
 
 
 def check_ids(output: SchedulerOutput) -> None:
-    """Every scheduled id is described exactly once, and columns have one entry per id.
+    """Every scheduled id is described exactly once, none runs on that was preempted, columns have an entry per id.
 
     Raises:
         SchedulerOutputError: otherwise.
@@ -30,6 +30,12 @@ def check_ids(output: SchedulerOutput) -> None:
             f"the output has {len(output.num_scheduled_tokens)} counts of tokens for {len(output.req_ids)} requests, "
             f"and {len(cached.num_computed_tokens)} and {len(cached.num_output_tokens)} counts of computed and output "
             f"tokens for {len(cached.req_ids)} known ones: give one for each"
+        )
+    runs_on = distinct & output.preempted_req_ids if output.preempted_req_ids else frozenset()
+    if wrong := runs_on - cached.resumed_req_ids - {new.req_id for new in output.scheduled_new_reqs}:
+        raise SchedulerOutputError(
+            f"request {min(wrong)!r} is scheduled as one that runs on, and it is among the "
+            f"{len(output.preempted_req_ids)} preempted ones: leave it out, or resume it with all its blocks"
         )
     stray = (cached.new_block_ids.keys() | cached.resumed_req_ids) - set(cached.req_ids)
     if stray:
@@ -99,32 +105,80 @@ def has_full_columns(output: SchedulerOutput) -> bool:
     )
 
 
-def check_counts(
-    batch: InputBatch, output: SchedulerOutput, at: NDArray[np.intp], start: NDArray[Any], end: NDArray[Any]
-) -> None:
-    """Every scheduled token is known and has a place, and starts where the device stands.
+def check_drafts(batch: InputBatch, output: SchedulerOutput, num_drafts: NDArray[Any]) -> None:
+    """Drafts are of requests that the step schedules, token ids, no more than a row can have, and follow a known token.
 
-    Tokens `start` up to `end` of the rows `at` are to be computed. While a step is unsettled a row may run one token
-    ahead of what is known: the one that its last step will have sampled, if that step completed its history.
+    `num_drafts` has how many of each request's scheduled tokens are drafts.
 
     Raises:
         SchedulerOutputError: otherwise.
     """
-    columns, clock = batch.columns, batch.clock
-    counts, known = output.num_scheduled_tokens, columns.num_tokens[at]
-    settled, room = columns.num_computed_tokens_settled[at], columns.room[at]
-    if clock.num_begun == clock.num_settled:
-        wrong = (start != settled) | (end > known)
-    else:
-        reached = columns.num_computed_tokens_bound[at]
-        ahead = (counts == 1) & (start == reached) & (start > settled) & (end <= batch.limits.max_model_len)
-        wrong = (start > reached) | ((end > known) & ~ahead)
-    wrong |= (counts < 1) | (start < 0) | (end > room)
+    given, limits = output.scheduled_spec_decode_tokens, batch.limits
+    if given and output.num_device_drafts is not None:
+        raise SchedulerOutputError(
+            f"scheduled_spec_decode_tokens of {len(given)} requests, and num_device_drafts: give one of them; -1 in "
+            "the first stands for a draft that the device has"
+        )
+    if stray := given.keys() - set(output.req_ids):
+        raise SchedulerOutputError(
+            f"request {min(stray)!r} has drafts, but it is not among the {len(output.req_ids)} requests that the "
+            "output schedules: schedule it too, or keep its drafts for later"
+        )
+    most = np.minimum(output.num_scheduled_tokens - 1, limits.num_drafts)
+    wrong = (num_drafts < 0) | (num_drafts > most)
     if np.count_nonzero(wrong):
         i = int(np.flatnonzero(wrong)[0])
         raise SchedulerOutputError(
-            f"request {output.req_ids[i]!r}: {counts[i]} tokens scheduled after {start[i]} computed ones; it has "
-            f"{known[i]} known tokens, {settled[i]} of them computed for certain, room for {room[i]} in its "
-            f"blocks, and max_model_len is {batch.limits.max_model_len}: schedule at least one token, from where "
-            "it stands, and no further than all three"
+            f"request {output.req_ids[i]!r}: {num_drafts[i]} of {output.num_scheduled_tokens[i]} scheduled tokens are "
+            f"drafts; a row has up to num_drafts={limits.num_drafts} of them, and they follow a token that is none"
+        )
+    for req_id, drafts in given.items():
+        if drafts and not -1 <= min(drafts) <= max(drafts) < limits.vocab_size:
+            raise SchedulerOutputError(
+                f"request {req_id!r} has drafts {drafts}: they are ids from 0 to {limits.vocab_size - 1}, or -1 for "
+                "what the device has"
+            )
+
+
+def check_counts(
+    batch: InputBatch,
+    output: SchedulerOutput,
+    at: NDArray[np.intp],
+    start: NDArray[Any],
+    end: NDArray[Any],
+    num_drafts: NDArray[Any] | None = None,
+) -> None:
+    """Every scheduled token is known or a draft and has a place, and starts where the device stands.
+
+    Tokens `start` up to `end` of the rows `at` are to be computed, of which the last `num_drafts` are drafts. While a
+    step is unsettled a row may run one token ahead of what is known: the one that its last step will have sampled, if
+    that step completed its history. Drafts follow the last known token, or that one.
+
+    Raises:
+        SchedulerOutputError: otherwise.
+    """
+    columns, clock, max_model_len = batch.columns, batch.clock, batch.limits.max_model_len
+    counts, known = output.num_scheduled_tokens, columns.num_tokens[at]
+    settled, room = columns.num_computed_tokens_settled[at], columns.room[at]
+    unknown: NDArray[Any] = end > known
+    ahead_by: Any = 1
+    if num_drafts is not None:
+        unknown = (end > known + num_drafts) | ((num_drafts > 0) & (end != known + num_drafts))
+        unknown |= end > max_model_len
+        ahead_by = num_drafts + 1
+    if clock.num_begun == clock.num_settled:
+        wrong = (start != settled) | unknown
+    else:
+        reached = columns.num_computed_tokens_bound[at]
+        ahead = (counts == ahead_by) & (start == reached) & (start > settled) & (end <= max_model_len)
+        wrong = (start > reached) | (unknown & ~ahead)
+    wrong |= (counts < 1) | (start < 0) | (end > room)
+    if np.count_nonzero(wrong):
+        i = int(np.flatnonzero(wrong)[0])
+        drafts = "" if num_drafts is None else f" ({num_drafts[i]} of them drafts)"
+        raise SchedulerOutputError(
+            f"request {output.req_ids[i]!r}: {counts[i]} tokens scheduled{drafts} after {start[i]} computed ones; it "
+            f"has {known[i]} known tokens, {settled[i]} of them computed for certain, room for {room[i]} in its "
+            f"blocks, and max_model_len is {max_model_len}: schedule at least one token, from where it stands, and no "
+            "further than all three"
         )

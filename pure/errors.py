@@ -13,6 +13,10 @@ class InvalidParameterError(InvalidRequestError):
     """A sampling parameter outside its domain."""
 
 
+class GrammarError(InvalidRequestError):
+    """A grammar that can not be compiled or obeyed, or nothing to compile it with."""
+
+
 class PromptTooLongError(InvalidRequestError):
     """A prompt longer than the model's or the cache's limit."""
 
@@ -29,12 +33,28 @@ class ExtrasError(PurestepError, ValueError):
     """A batch whose sampling takes more than its state holds, and that was not given it."""
 
 
+class DrafterError(PurestepError, ValueError):
+    """A drafter that does not fit the state, the model or the parameters that it is used with."""
+
+
 class OutOfBlocksError(PurestepError, RuntimeError):
     """No KV block is left where one must be had."""
 
 
 class OutOfRowsError(PurestepError, RuntimeError):
     """No row is left where one must be had."""
+
+
+class ProcessorError(PurestepError, RuntimeError):
+    """A logits processor that failed in the midst of a run: its request can not go on."""
+
+
+class NoTokenError(PurestepError, RuntimeError):
+    """A request that no token could be drawn for: it has ended."""
+
+
+class ReentrantCallError(PurestepError, RuntimeError):
+    """A call of an engine from inside a step of it."""
 
 
 class StaleStateError(PurestepError, RuntimeError):

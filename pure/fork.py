@@ -10,7 +10,7 @@ from types import MappingProxyType
 from purestep.pure.arrays import Tape, with_items
 from purestep.pure.errors import SchedulerOutputError
 from purestep.pure.record import replace
-from purestep.pure.records.batch import Fork, InputBatch, Rows
+from purestep.pure.records.batch import Fork, InputBatch, Parked, Rows
 from purestep.pure.rows import as_parked, drop, place_beside, room, with_entries
 
 
@@ -64,11 +64,11 @@ def fork_request(
             f"{len(batch.parked)} parked, none of this id: send it in scheduled_new_reqs first"
         )
     entry = batch.parked[req_id] if row is None else as_parked(batch, req_id)
-    own_stream = entry.request.stream if stream is None else stream
-    request = replace(entry.request, req_id=new_req_id, stream=own_stream)
-    own = replace(entry, request=request)
-    inherited = [replace(fork, child=request) for fork in batch.forks if fork.child is entry.request]
-    forks = (*batch.forks, *inherited, Fork(entry.request, request, batch.clock.num_begun))
+    parent = entry.request
+    request = replace(parent, req_id=new_req_id, stream=parent.stream if stream is None else stream)
+    own = Parked(request, entry.tokens, entry.block_ids, entry.num_computed_tokens)
+    inherited = [replace(fork, child=request) for fork in batch.forks if fork.child is parent]
+    forks = (*batch.forks, *inherited, Fork(parent, request, batch.clock.num_begun))
     batch = replace(batch, forks=forks)
     if row is None or not goes_on:
         return replace(batch, parked=MappingProxyType({**batch.parked, new_req_id: own}))

@@ -28,12 +28,14 @@ def grammar_mask(
     *,
     num_rows: int,
     vocab_size: int,
+    num_drafts: int = 0,
 ) -> GrammarMask:
     """The masks, found by request id, for the `num_rows` rows of logits of a batch and its padding.
 
-    A request has 1 + its scheduled drafts rows of logits, in the order of the batch, and as many masks, in the order
-    of the grammar's ids. Requests that do not run use up theirs; a request without a grammar has no mask, which is not
-    the same as one that allows nothing.
+    A request has 1 + `num_drafts` rows of logits (the layout's), in the order of the batch, and 1 + its scheduled
+    drafts masks, in the order of the grammar's ids: two numbers, and a mask is for the row with its place. Requests
+    that do not run use up theirs; a request without a grammar has no mask, which is not the same as one that allows
+    nothing.
 
     Raises:
         SchedulerOutputError: another number of masks than that, or masks of another vocabulary.
@@ -49,12 +51,11 @@ def grammar_mask(
             "for each id, of 32 tokens a word"
         )
     first_mask = dict(zip(names, np.cumsum([0, *counts]).tolist(), strict=False))
-    mask_of_row, row = np.full(num_rows, -1, np.int32), 0
-    for req_id in req_ids:
-        count = 1 + len(drafts.get(req_id, ()))
+    mask_of_row = np.full(num_rows, -1, np.int32)
+    for index, req_id in enumerate(req_ids):
         if req_id in first_mask:
+            row, count = index * (1 + num_drafts), 1 + min(len(drafts.get(req_id, ())), num_drafts)
             mask_of_row[row : row + count] = first_mask[req_id] + np.arange(count)
-        row += count
     return GrammarMask(masks, frozen(mask_of_row))
 
 

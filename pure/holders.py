@@ -23,20 +23,22 @@ _NO_IDS = empty_column(0, np.int32)
 
 
 def with_one_writer(
-    batch: InputBatch, at: NDArray[np.intp], start: NDArray[Any], end: NDArray[Any]
+    batch: InputBatch, at: NDArray[np.intp], start: NDArray[Any], end: NDArray[Any], back: Sequence[int]
 ) -> Holders:
-    """The holders of every block in a step that computes tokens `start` up to `end` of the rows `at`, all rows in use.
+    """The holders of every block in a step that computes tokens `start` up to `end` of the rows `at`.
+
+    Of these rows `back` were not in the last step.
 
     A row may write its blocks from the one that `start` lies in. Those have no other holder, but for one case: where
     the step computes a block wholly, others may hold it as computed already, as upstream's prefix cache has it.
-    The check is exact for rows; requests without one (parked) are taken to hold nothing until they come back.
+    The check is exact for rows that run; what others may write is checked when they come back.
 
     Raises:
         SchedulerOutputError: a block with two writers, or one that is held by others and not computed wholly after
             the step; or the null block where a step may write.
     """
     old, rows = batch.holders, batch.rows
-    if rows.block_ids is old.block_ids and rows.requests is old.requests:
+    if rows.block_ids is old.block_ids and rows.requests is old.requests and not back:
         return old
     admitted = [] if rows.requests is old.requests else changed_entries(rows.requests, old.requests)
     first = np.zeros(batch.limits.max_num_reqs, np.intp)
@@ -46,13 +48,13 @@ def with_one_writer(
         now, then = rows.block_ids[group], old.block_ids[group]
         given, taken = _changes(now, then)
         column = old.counts[group].plus(given, 1).plus(taken, -1)
-        stayed = [row for row in admitted if now[row] is not None and then[row] is not None]
+        stayed = [row for row in {*admitted, *back} if now[row] is not None and then[row] is not None]
         again = [
             occupied(now[row])[first[row] :] for row in stayed
-        ]  # who is rolled back may write what it has
+        ]  # who is rolled back, or comes back, may write what it has
         ids = np.concatenate([given, *again])
         suspects = ids[(column[ids] > 1) | (ids == 0)]
-        if len(suspects):
+        if len(suspects) and len(at):
             _check_shared(batch, group, suspects, at, first[at], end // size)
         counts.append(column)
     return Holders(rows.requests, rows.block_ids, tuple(counts))

@@ -45,7 +45,10 @@ def initial_state(
     nothing = Layout.make_empty().bounds
     null_room = zeros(1) + limits.max_model_len  # the null row's blocks are the null block, wherever it is
     return StepState(
-        ledger=Ledger(zeros(len(LEDGER_COLUMNS), num_rows)),
+        ledger=Ledger(
+            table=zeros(len(LEDGER_COLUMNS), num_rows),
+            drafts=zeros(num_rows, limits.num_drafts) - 1 if limits.num_drafts else None,
+        ),
         kv=kv,
         token_ids=zeros(num_rows, limits.max_model_len),
         block_tables=tuple(zeros(num_rows, -(-limits.max_model_len // size)) for size in sizes),
@@ -55,4 +58,5 @@ def initial_state(
         inbox=Inbox.make_empty(device),
         block_sizes=sizes,
         group_of_layer=tuple(layer.group for layer in model.kv_layers),
+        acceptance_rates=limits.acceptance_rates,
     )

@@ -41,6 +41,7 @@ SAME_NAMES = (
     "repetition_penalty",
     "logprobs",
     "prompt_logprobs",
+    "logprob_token_ids",
     "logit_bias",
     "allowed_token_ids",
     "bad_words_token_ids",
@@ -48,7 +49,6 @@ SAME_NAMES = (
     "skip_special_tokens",
 )
 NOT_SUPPORTED = (
-    "logprob_token_ids",
     "logits_processors",
     "thinking_token_budget",
     "repetition_detection",

@@ -63,6 +63,7 @@ def pad_layout(
             max_query_len=bounds.max_query_len,
             max_seq_len=bounds.max_seq_len,
             sampler=bounds.sampler,
+            num_drafts=bounds.num_drafts,
         )
     if before is not None and _has_arrays(before, layout, num_reqs, null_row):
         if bounds == before.bounds:
@@ -86,11 +87,13 @@ def _has_arrays(before: Layout, layout: Layout, num_reqs: int, null_row: int) ->
     )
 
 
-def capture_layout(descriptor: BatchDescriptor, limits: BatchLimits, *, sampler: SamplerShape) -> Layout:
+def capture_layout(
+    descriptor: BatchDescriptor, limits: BatchLimits, *, sampler: SamplerShape, num_drafts: int = 0
+) -> Layout:
     """The layout that a full graph of this shape is captured with: padding only, and bounds that fit all its batches.
 
     No request runs in it, so capturing with it changes nothing that is read. A uniform descriptor bounds a query by
-    its tokens a request; any other by all of its tokens.
+    its tokens a request; any other by all of its tokens. A request may have `num_drafts` drafts verified.
     """
     num_reqs = limits.max_num_reqs if descriptor.num_reqs is None else descriptor.num_reqs
     empty = Layout.make_empty()
@@ -102,6 +105,7 @@ def capture_layout(descriptor: BatchDescriptor, limits: BatchLimits, *, sampler:
         max_query_len=per_request,
         max_seq_len=bucket(limits.max_model_len),
         sampler=sampler,
+        num_drafts=num_drafts,
     )
     return replace(padded, bounds=bounds)
 
@@ -111,7 +115,8 @@ def dummy_layout(
 ) -> Layout:
     """The layout of a made-up batch: requests with so many tokens each, all of them the null row.
 
-    They write into the null block and keep nothing. `max_seq_len` is the bound that kernels may size memory by.
+    They write into the null block and keep nothing. `max_seq_len` is the bound that kernels may size memory by. As many
+    drafts are verified as there may be, of which there are none.
     """
     bounds = LayoutBounds(
         num_reqs=len(query_lens),
@@ -119,6 +124,7 @@ def dummy_layout(
         max_query_len=max(query_lens),
         max_seq_len=bucket(max_seq_len),
         sampler=sampler,
+        num_drafts=limits.num_drafts,
     )
     rows = filled(len(query_lens), limits.null_row, np.int32)
     return Layout(rows, start_loc(np.array(query_lens, np.int32)), bounds)

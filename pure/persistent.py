@@ -49,6 +49,14 @@ class Map(Generic[K, V]):
         for shard in self.shards:
             yield from shard.items()
 
+    def with_item(self, key: K, value: V) -> "Map[K, V]":
+        """`with_items` of a single one, in two thirds of its time."""
+        shards = list(self.shards)
+        index = hash(key) & (len(shards) - 1)
+        old = shards[index]
+        shards[index] = shard = {**old, key: value}
+        return Map(tuple(shards), self.num_items + len(shard) - len(old))
+
     def with_items(self, items: Iterable[tuple[K, V]]) -> "Map[K, V]":
         """This map with these values at these keys; the same object if there are none."""
         touched: dict[int, dict[K, V]] = {}
@@ -113,14 +121,21 @@ class Column:
 
     def plus(self, indices: NDArray[Any], amount: int) -> "Column":
         """This column with so much added at these indices, once for each mention."""
+        return self.counted(indices, amount)[0]
+
+    def counted(self, indices: NDArray[Any], amount: int) -> "tuple[Column, NDArray[np.int32]]":
+        """`plus`, and the items at these indices as they were."""
+        before = np.empty(len(indices), np.int32)
         if not len(indices):
-            return self
+            return self, before
         pages = list(self.pages)
-        for page, _, offsets in _by_page(indices):
+        for page, where, offsets in _by_page(indices):
+            places = offsets.astype(np.intp, copy=False)  # with other types numpy takes ten times as long
+            before[where] = pages[page][places]
             changed = pages[page].copy()
-            np.add.at(changed, offsets, amount)
+            np.add.at(changed, places, np.int32(amount))
             pages[page] = frozen(changed)
-        return Column(tuple(pages))
+        return Column(tuple(pages)), before
 
     @property
     def array(self) -> NDArray[np.int32]:
@@ -133,11 +148,11 @@ def _by_page(indices: NDArray[Any]) -> Iterator[tuple[int, Any, NDArray[Any]]]:
     if not len(indices):
         return
     pages, offsets = indices // PAGE, indices % PAGE
-    low, high = int(pages.min()), int(pages.max())
-    if low == high:
-        yield low, slice(None), offsets
+    first = pages[0]
+    if not np.bitwise_or.reduce(pages ^ first):  # quicker than the least and the greatest of them
+        yield int(first), slice(None), offsets
         return
-    for page in range(low, high + 1):
+    for page in range(int(pages.min()), int(pages.max()) + 1):
         where = np.flatnonzero(pages == page)
         if len(where):
             yield page, where, offsets[where]

@@ -34,8 +34,8 @@ def plan_step(batch: InputBatch, absorbed: InputBatch) -> StepPlan:
 
     Written anew: ledger rows of requests admitted or rolled back since, their sampling rows, those of their tokens
     that the device lacks, new entries of block tables, the layout if its arrays are other ones. The block copies,
-    zeroings and forks are the batch's own and belong to the step in which it was made; the ledger row of a fork and
-    its tokens are copied from its parent's.
+    zeroings, drafts and forks are the batch's own and belong to the step in which it was made; the ledger row of a
+    fork and its tokens are copied from its parent's.
     """
     if _same_rows(batch, absorbed):
         new, old = batch.layout, absorbed.layout
@@ -57,6 +57,7 @@ def plan_step(batch: InputBatch, absorbed: InputBatch) -> StepPlan:
         *(_kernel_blocks(_block_ids(pairs, 2), limits, g) for g, pairs in enumerate(batch.block_copies)),
         *(_kernel_blocks(_block_ids(ids, 1), limits, g) for g, ids in enumerate(batch.blocks_to_zero)),
         np.array([(source, target) for target, source in forks.items()], np.int32),
+        batch.drafts,
     ]
     has_constraints, constraints = _constraints(batch, absorbed)
     data = [s.reshape(-1) for s in sections if s.size]
@@ -70,8 +71,9 @@ def plan_step(batch: InputBatch, absorbed: InputBatch) -> StepPlan:
         rooms=sizes[4],
         blocks=_counts(sizes[5 : 5 + num_groups]),
         copies=_counts(sizes[5 + num_groups : 5 + num_groups + num_copies]),
-        zeros=_counts(sizes[5 + num_groups + num_copies : -1]),
+        zeros=_counts(sizes[5 + num_groups + num_copies : -2]),
         forks=len(forks),
+        drafts=len(batch.drafts),
     )
     words = np.concatenate(data) if data else _NO_WORDS
     floats = words.view(np.float32) if shape.sampling else None
@@ -89,6 +91,7 @@ def _same_rows(batch: InputBatch, absorbed: InputBatch) -> bool:
         and new.query_start_loc is old.query_start_loc
         and not any(batch.block_copies)
         and not any(batch.blocks_to_zero)
+        and not len(batch.drafts)
     )
 
 

@@ -20,7 +20,7 @@ from purestep.pure.records.outputs import LogprobsTensors
 from purestep.pure.rows import occupied
 
 ABSENT_ID, ABSENT_RANK = -1, 0
-MAX_SCORED_ROWS = 128  # rows of logits that are there at once: those of a whole prompt may not fit the device
+MAX_SCORED_ROWS = 256  # rows of logits that are there at once: those of a whole prompt may not fit the device
 
 
 @record(static=True)
@@ -28,7 +28,8 @@ class PromptChunk:
     """The part of a request's prompt that one step can score."""
 
     req_id: str
-    first_token: int  # of the step's tokens, the first whose successor is scored
+    index: int  # of the request in the batch
+    first_token: int  # of its tokens in this step, the first whose successor is scored
     first_row: int  # of the prompt's table
     targets: tuple[int, ...]  # the prompt tokens that are scored
     num_logprobs: int
@@ -53,18 +54,19 @@ def prompt_chunks(batch: InputBatch, req_ids: Container[str]) -> tuple[PromptChu
     for index, req_id in enumerate(batch.req_ids):
         if req_id not in req_ids:
             continue
-        row, first_token, end_token = batch.row_of[req_id], int(starts[index]), int(starts[index + 1])
+        row, num_tokens = batch.row_of[req_id], int(starts[index + 1] - starts[index])
         wanted = occupied(batch.rows.requests[row]).sampling_params.prompt_logprobs
         num_prompt, end = (
             int(column[row])
             for column in (batch.columns.num_prompt_tokens, batch.columns.num_computed_tokens_bound)
         )
-        first_row = end - (end_token - first_token)
+        first_row = end - num_tokens
         targets = occupied(batch.rows.tokens[row])[first_row + 1 : min(end + 1, num_prompt)].tolist()
         chunks.append(
             PromptChunk(
                 req_id=req_id,
-                first_token=first_token,
+                index=index,
+                first_token=0,
                 first_row=first_row,
                 targets=tuple(targets),
                 num_logprobs=batch.limits.vocab_size if wanted in (None, -1) else wanted,
@@ -104,7 +106,8 @@ def score_prompt(
     logits: Tensor, targets: Int[Tensor, " rows"], *, num_logprobs: int, kernels: Kernels
 ) -> LogprobsTensors:
     """Raw log-probabilities of `targets` and of the likeliest tokens, from the logits [rows, vocab] before them."""
-    return LogprobsTensors(*kernels.gather_logprobs(logits.log_softmax(-1), targets, num_logprobs))
+    ids, values, ranks = kernels.gather_logprobs(logits, targets, num_logprobs)
+    return LogprobsTensors(ids, values - kernels.logsumexp(logits)[:, None], ranks)
 
 
 def prompt_table(scores: Sequence[PromptScores], *, num_rows: int, num_logprobs: int) -> LogprobsTensors:

@@ -1,6 +1,6 @@
 """Edits of a batch's rows: who sits where. Each returns a new batch; untouched columns stay the same objects."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import compress, repeat
 from operator import is_, is_not
 from types import MappingProxyType
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from purestep.pure.arrays import Tape, with_items
+from purestep.pure.arrays import Tape, with_item, with_items
 from purestep.pure.errors import SchedulerOutputError
 from purestep.pure.record import replace
 from purestep.pure.records.batch import Columns, InputBatch, Parked, Rows
@@ -62,22 +62,26 @@ def rows_of(batch: InputBatch, req_ids: Sequence[str]) -> NDArray[np.intp]:
         ) from None
 
 
-def tapes(batch: InputBatch, req_id: str, block_ids: BlockIds) -> tuple[Tape, ...]:
-    """A request's block lists as tapes, one per KV group.
+def tapes(
+    batch: InputBatch, req_id: str, block_ids: BlockIds, *, behind: Sequence[Tape] | None = None
+) -> tuple[Tape, ...]:
+    """A request's block lists as tapes, one per KV group, behind those that it has already.
 
     Raises:
-        SchedulerOutputError: too few groups, or a block that does not exist.
+        SchedulerOutputError: too few groups, a block that does not exist, or what is no block id.
     """
-    check_blocks(batch, req_id, block_ids)
-    return tuple(Tape.of(ids) for ids in block_ids)
+    try:
+        _check_blocks(batch, req_id, block_ids)
+        if behind is None:
+            return tuple([Tape.of(ids) for ids in block_ids])
+        return tuple([tape.extend(ids) for tape, ids in zip(behind, block_ids, strict=True)])
+    except TypeError:
+        raise SchedulerOutputError(
+            f"request {req_id!r} got blocks {block_ids!r}: send a list of whole numbers for every KV group"
+        ) from None
 
 
-def check_blocks(batch: InputBatch, req_id: str, block_ids: BlockIds) -> None:
-    """Every group is there, and every block exists.
-
-    Raises:
-        SchedulerOutputError: otherwise.
-    """
+def _check_blocks(batch: InputBatch, req_id: str, block_ids: BlockIds) -> None:
     limits = batch.limits
     if len(block_ids) != len(limits.block_sizes):
         raise SchedulerOutputError(
@@ -97,12 +101,12 @@ def room(batch: InputBatch, block_ids: Iterable[Tape]) -> int:
 
 
 def release(batch: InputBatch, req_ids: Sequence[str]) -> InputBatch:
-    """These requests' rows are free, once every step begun so far is settled: until then it may write them."""
+    """These requests' rows are free, once the last step that they ran in is settled: until then it may write them."""
     if not req_ids:
         return batch
     rows = [batch.row_of[r] for r in req_ids]
     nobody: dict[int, None] = dict.fromkeys(rows)
-    released_at = with_items(batch.columns.released_at, rows, batch.clock.num_begun)
+    released_at = last_run(batch, rows)
     return replace(
         batch,
         rows=Rows(
@@ -115,9 +119,20 @@ def release(batch: InputBatch, req_ids: Sequence[str]) -> InputBatch:
     )
 
 
+def last_run(batch: InputBatch, rows: Sequence[int]) -> NDArray[np.int32]:
+    """`released_at` with the last step that ran each of these rows: the last one begun, or it is there already, since
+    a row that sits out is marked when it begins to."""
+    released_at = batch.columns.released_at
+    just_now = np.isin(rows, batch.layout.row_of_index)
+    return with_items(released_at, rows, np.where(just_now, batch.clock.num_begun, released_at[rows]))
+
+
 def drop(batch: InputBatch, req_ids: Iterable[str]) -> InputBatch:
     """Without these requests; ids that the batch does not know are ignored, as upstream does."""
-    gone = sorted(req_ids)  # a set's order is not the same in every process
+    known = [r for r in req_ids if r in batch.row_of or r in batch.parked]
+    gone = sorted(known)  # a set's order is not the same in every process
+    if not gone:
+        return batch
     batch = release(batch, [r for r in gone if r in batch.row_of])
     return replace(batch, parked=without(batch.parked, [r for r in gone if r in batch.parked]))
 
@@ -159,25 +174,22 @@ def place_beside(batch: InputBatch, row: int, twin: Parked) -> InputBatch:
     Raises:
         SchedulerOutputError: no row is free.
     """
-    free = free_rows(batch)
-    if not free:
+    own = first_free_row(batch)
+    if own is None:
         raise SchedulerOutputError(
             f"request {twin.request.req_id!r} is to go on beside another one, and none of "
             f"{batch.limits.max_num_reqs} rows is free: park it, or settle first"
         )
-    c, own = batch.columns, free[0]
+    c = batch.columns
+    bound, settled = c.num_computed_tokens_bound, c.num_computed_tokens_settled
     columns = Columns(
-        num_prompt_tokens=with_items(c.num_prompt_tokens, own, c.num_prompt_tokens[row]),
-        num_tokens=with_items(c.num_tokens, own, c.num_tokens[row]),
-        num_computed_tokens_bound=with_items(
-            c.num_computed_tokens_bound, own, c.num_computed_tokens_bound[row]
-        ),
-        num_computed_tokens_settled=with_items(
-            c.num_computed_tokens_settled, own, c.num_computed_tokens_settled[row]
-        ),
-        room=with_items(c.room, own, c.room[row]),
-        sampler_features=with_items(c.sampler_features, own, c.sampler_features[row]),
-        num_logprobs=with_items(c.num_logprobs, own, c.num_logprobs[row]),
+        num_prompt_tokens=with_item(c.num_prompt_tokens, own, c.num_prompt_tokens[row]),
+        num_tokens=with_item(c.num_tokens, own, c.num_tokens[row]),
+        num_computed_tokens_bound=with_item(bound, own, bound[row]),
+        num_computed_tokens_settled=with_item(settled, own, settled[row]),
+        room=with_item(c.room, own, c.room[row]),
+        sampler_features=with_item(c.sampler_features, own, c.sampler_features[row]),
+        num_logprobs=with_item(c.num_logprobs, own, c.num_logprobs[row]),
         released_at=c.released_at,
     )
     return _seated(batch, {own: twin}, columns)
@@ -203,9 +215,18 @@ def _seated(batch: InputBatch, placed: Mapping[int, Parked], columns: Columns) -
 
 def free_rows(batch: InputBatch) -> list[int]:
     """Rows in which nobody sits, and which no step on its way may write."""
+    return list(_free_rows(batch))
+
+
+def first_free_row(batch: InputBatch) -> int | None:
+    """The lowest of the free rows, None if there is none."""
+    return next(_free_rows(batch), None)
+
+
+def _free_rows(batch: InputBatch) -> Iterator[int]:
     settled, released = batch.clock.num_settled, batch.columns.released_at
     empty = compress(range(batch.limits.max_num_reqs), map(is_, batch.rows.requests, repeat(None)))
-    return [row for row in empty if released[row] <= settled]
+    return (row for row in empty if released[row] <= settled)
 
 
 def _columns(batch: InputBatch, rows: Sequence[int], arrivals: Sequence[Parked]) -> Columns:

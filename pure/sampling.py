@@ -1,49 +1,55 @@
 """`sample_tokens`: from logits to one token a request, and its log-probabilities."""
 
+from functools import partial
+
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from purestep.kernels.record import record
+from purestep.kernels.record import replace
 from purestep.kernels.types import Kernels
+from purestep.pure.constrain import constrain, process
 from purestep.pure.errors import ExtrasError
 from purestep.pure.records.layout import SamplerShape
-from purestep.pure.records.logits_processor import History
+from purestep.pure.records.noise import DRAW
 from purestep.pure.records.outputs import KeptMass, LogprobsTensors, SampledTokens
 from purestep.pure.records.sampling_extras import SamplingExtras
 from purestep.pure.records.sampling_params import GREEDY_BELOW, LOGPROBS_MODES
-from purestep.pure.records.sampling_rows import FLOATS, INTS, TokenConstraints
+from purestep.pure.records.sampling_rows import INTS, BatchParams
 from purestep.pure.records.state import ExecuteModelState, StepState
+from purestep.pure.verify import verified_by_chance, verified_greedily, without_unsound
 
 NOTHING = SamplingExtras()
-DRAW = 0  # the purpose of the noise that picks a token; drafts and their acceptance have others
 
 
-@record
-class BatchParams:
-    """Sampling parameters and lengths of the batch's rows, in the order of the batch."""
-
-    floats: Float[Tensor, "reqs floats"]  # FLOATS
-    ints: Int[Tensor, "reqs ints"]  # INTS
-    banned_ids: Int[Tensor, "reqs ids"]  # until min_tokens; the first num_stop_ids of them stop the row
-    num_known_tokens: Int[Tensor, " reqs"]
-    num_output_tokens: Int[Tensor, " reqs"]
-
-    def __getitem__(self, name: str) -> Tensor:
-        """One parameter of all requests."""
-        return self.floats[:, FLOATS.index(name)] if name in FLOATS else self.ints[:, INTS.index(name)]
-
-
-def batch_params(state: StepState) -> BatchParams:
+def batch_params(state: StepState, *, kernels: Kernels) -> BatchParams:
     """What sampling needs to know of each request of the batch."""
     rows = state.layout.row_of_index
-    words = state.sampling.table.index_select(0, rows)
+    sampling, ledger = state.sampling, state.ledger
+    words, floats, num_known_tokens, num_output_tokens = kernels.take_rows(
+        (sampling.table, sampling.floats, ledger.num_known_tokens, ledger.num_output_tokens), rows
+    )
     return BatchParams(
-        floats=state.sampling.floats.index_select(0, rows),
+        floats=floats,
         ints=words[:, : len(INTS)],
         banned_ids=words[:, len(INTS) :],
-        num_known_tokens=state.ledger.num_known_tokens.index_select(0, rows),
-        num_output_tokens=state.ledger.num_output_tokens.index_select(0, rows),
+        num_known_tokens=num_known_tokens,
+        num_output_tokens=num_output_tokens,
+    )
+
+
+def _params_at_places(params: BatchParams, drafts: Int[Tensor, "reqs drafts"]) -> BatchParams:
+    """The same of each request's 1 + drafts rows of logits; those behind its last draft are as the one before."""
+    place = torch.arange(drafts.shape[1] + 1, device=drafts.device)
+    ahead = torch.minimum(place, (drafts >= 0).sum(-1, keepdim=True)).flatten().to(torch.int32)
+    every = place.numel()
+    return BatchParams(
+        floats=params.floats.repeat_interleave(every, 0),
+        ints=params.ints.repeat_interleave(every, 0),
+        banned_ids=params.banned_ids.repeat_interleave(every, 0),
+        num_known_tokens=params.num_known_tokens.repeat_interleave(every, 0) + ahead,
+        num_output_tokens=params.num_output_tokens.repeat_interleave(every, 0) + ahead,
+        drafts=drafts,
     )
 
 
@@ -54,54 +60,186 @@ def sample_tokens(
     exponential: Float[Tensor, "reqs vocab"] | None = None,
     extras: SamplingExtras | None = None,
 ) -> SampledTokens:
-    """One token for every request of the batch, kept or not.
+    """One token for every request of the batch, kept or not; where drafts are verified, those that stand before it.
 
     The order is upstream's: raw log-probabilities; allowed ids, bad words, min_tokens, bias, logits processors,
     penalties; temperature, argmax-invariant processors, min-p, top-k, top-p; the draw. Greedy rows take the largest
     logit of what stands before temperature. A row's noise is a function of its seed, stream and output index alone;
-    `exponential` puts given Exp(1) draws in its place. Rows whose logits hold NaN or +inf have no distribution and are
-    flagged, as are those whose rules leave no token; -inf is how a model forbids one.
+    `exponential` puts given Exp(1) draws in its place where no drafts are verified. Rows whose logits hold NaN or +inf
+    have no distribution and are flagged, as are those whose rules leave no token; -inf is how a model forbids one.
 
     Raises:
         ExtrasError: a batch with logits processors or chosen ids, and no `extras`.
     Source: vllm/v1/sample/sampler.py.
     """
     assert executed.logits is not None
-    state, logits = executed.state, executed.logits
-    shape, params = state.layout.bounds.sampler, batch_params(state)
-    extras = _checked(shape, extras)
-    processed = _constrained(state, params, logits, extras, kernels)
-    best = kernels.greedy(logits)
-    peak = logits.gather(-1, best[:, None])[:, 0]  # NaN if any logit is, else +inf if any is
-    tokens = best if processed is logits else kernels.greedy(processed)
-    left = processed.gather(-1, tokens[:, None])[:, 0]  # -inf if nothing is allowed any more
-    final = whole = processed
-    if shape.random:
-        whole = kernels.scale_by_temperature(processed, params["temperature"])
-        final = whole = _process(state, params, whole, extras, argmax_invariant=True)
-        if shape.truncated:
-            final = kernels.truncate(final, params["top_k"], params["top_p"], params["min_p"])
+    state, logits, extras = executed.state, executed.logits, _checked(executed.state, extras)
+    shape, params = state.layout.bounds.sampler, batch_params(state, kernels=kernels)
+    if executed.inputs.drafts is not None:
+        return _verified(executed, _params_at_places(params, executed.inputs.drafts), extras, kernels)
+    processed = constrain(state, params, logits, extras, kernels)
+    final = whole = chosen_from = processed
+    best = None
+    if not shape.random:
+        tokens = kernels.greedy(processed)
+        best = tokens if processed is logits else None
+    elif exponential is None and _needs_no_distribution(shape, extras):
+        tokens, best = _choose(shape, params, processed, kernels)
+        best = best if processed is logits else None
+    else:
+        whole, final = _drawn_from(state, params, processed, extras, kernels)
         noise = _exponential(params, logits.shape[-1], kernels) if exponential is None else exponential
-        drawn = kernels.draw(final, noise.to(final.dtype))
         is_greedy = params["temperature"] < GREEDY_BELOW
+        tokens = torch.where(is_greedy, kernels.greedy(processed), kernels.draw(final, noise.to(final.dtype)))
         if extras.processors:  # those behind temperature may leave a row no token either
-            left = torch.where(is_greedy, left, final.gather(-1, drawn[:, None])[:, 0].to(left.dtype))
-        tokens = torch.where(is_greedy, tokens, drawn)
-    place = torch.arange(params.banned_ids.shape[1], device=tokens.device)
-    is_stop = (params.banned_ids == tokens[:, None]) & (place < params["num_stop_ids"][:, None])
+            chosen_from = torch.where(is_greedy[:, None], processed, final.to(processed.dtype))
+    token_ids, stops, has_nan = kernels.judge(
+        kernels,
+        logits,
+        kernels.greedy(logits) if best is None else best,
+        chosen_from,
+        tokens,
+        params.banned_ids,
+        params["num_stop_ids"],
+        params["min_tokens"],
+        params.num_output_tokens,
+    )
     logprobs, id_logprobs = _logprobs(shape, params, (logits, processed, final), tokens, extras, kernels)
     return SampledTokens(
-        token_ids=tokens.to(torch.int32),
-        stops=is_stop.any(-1) & (params.num_output_tokens + 1 >= params["min_tokens"]),
-        has_nan=~((peak < float("inf")) & (left > float("-inf"))),
+        token_ids=token_ids,
+        stops=stops,
+        has_nan=has_nan,
         logprobs_tensors=logprobs,
         id_logprobs=id_logprobs,
         kept_mass=_kept_mass(whole, final, tokens) if shape.kept_mass else None,
     )
 
 
-def _checked(shape: SamplerShape, extras: SamplingExtras | None) -> SamplingExtras:
-    if shape.extras and extras is None:
+def _verified(
+    executed: ExecuteModelState, params: BatchParams, extras: SamplingExtras, kernels: Kernels
+) -> SampledTokens:
+    """The drafts that stand and the token behind them, of every request.
+
+    Each is judged by the row of logits before it, made for sampling as if the drafts before were no guesses: so drafts
+    change how many tokens a step keeps, and never how they are distributed.
+    """
+    state, logits, drafts = executed.state, executed.logits, params.drafts
+    assert logits is not None and drafts is not None
+    shape, num_places = state.layout.bounds.sampler, params.num_places
+    extras = _at_every_place(extras, num_places)
+
+    def by_request(values: Tensor) -> Tensor:
+        return values.view(-1, num_places, *values.shape[1:])
+
+    processed = whole = final = constrain(state, params, logits, extras, kernels)
+    is_greedy, left = params["temperature"] < GREEDY_BELOW, processed.amax(-1)
+    if shape.random:
+        whole, final = _drawn_from(state, params, processed, extras, kernels)
+        left = torch.where(is_greedy, left, final.amax(-1).to(left.dtype))
+    is_sound = by_request((logits.amax(-1) < float("inf")) & (left > float("-inf")))
+    best, uniforms = by_request(kernels.greedy(processed)), partial(_uniforms, params, kernels)
+    rates = state.acceptance_rates
+    tokens = verified_greedily(best, is_sound, drafts, uniforms, rates=rates, kernels=kernels)
+    if shape.random:
+        probs = state.draft_probs
+        if probs is not None:
+            probs = probs.index_select(0, state.layout.row_of_index)[:, : num_places - 1]
+        drawn = verified_by_chance(
+            by_request(final), is_sound, drafts, probs, uniforms, rates=rates, kernels=kernels
+        )
+        tokens = torch.where(by_request(is_greedy), tokens, drawn)
+    tokens, has_nan = without_unsound(tokens, is_sound)
+    told = tokens.flatten().clamp(min=0)
+    logprobs, id_logprobs = _logprobs(shape, params, (logits, processed, final), told, extras, kernels)
+    return SampledTokens(
+        token_ids=tokens,
+        stops=by_request(_stops(params, told)),
+        has_nan=has_nan,
+        logprobs_tensors=logprobs,
+        id_logprobs=id_logprobs,
+        kept_mass=_kept_mass(whole, final, told) if shape.kept_mass else None,
+    )
+
+
+def _at_every_place(extras: SamplingExtras, num_places: int) -> SamplingExtras:
+    """Extras for the rows of logits of a batch whose requests have several each."""
+    processors = [
+        replace(
+            own,
+            index=(
+                own.index[:, None] * num_places + torch.arange(num_places, device=own.index.device)
+            ).flatten(),
+            params={name: values.repeat_interleave(num_places, 0) for name, values in own.params.items()},
+        )
+        for own in extras.processors
+    ]
+    ids = extras.token_ids
+    return SamplingExtras(tuple(processors), None if ids is None else ids.repeat_interleave(num_places, 0))
+
+
+def _stops(params: BatchParams, tokens: Int[Tensor, " logits"]) -> Bool[Tensor, " logits"]:
+    place = torch.arange(params.banned_ids.shape[1], device=tokens.device)
+    is_stop = (params.banned_ids == tokens[:, None]) & (place < params["num_stop_ids"][:, None])
+    return is_stop.any(-1) & (params.num_output_tokens + 1 >= params["min_tokens"])
+
+
+def _uniforms(
+    params: BatchParams, kernels: Kernels, places: Int[Tensor, "reqs n"], purpose: int, width: int
+) -> Float[Tensor, "reqs n width"]:
+    """Noise for tokens at these places behind each request's outputs."""
+    every = params.num_places
+    index = params.num_output_tokens[::every, None] + places
+    seed, stream = (
+        (
+            words[::every, 0].to(torch.int64) & 0xFFFFFFFF | words[::every, 1].to(torch.int64) << 32
+        ).repeat_interleave(places.shape[1])
+        for words in _seed_and_stream(params)
+    )
+    noise: Tensor = kernels.uniforms(seed, stream, index.flatten(), purpose=purpose, width=width)
+    return noise.view(*index.shape, width)
+
+
+def _drawn_from(
+    state: StepState, params: BatchParams, processed: Tensor, extras: SamplingExtras, kernels: Kernels
+) -> tuple[Tensor, Tensor]:
+    """Logits at temperature, before the cuts and after them."""
+    whole = kernels.scale_by_temperature(processed, params["temperature"])
+    whole = process(state, params, whole, extras, argmax_invariant=True)
+    if not state.layout.bounds.sampler.truncated:
+        return whole, whole
+    return whole, kernels.truncate(whole, params["top_k"], params["top_p"], params["min_p"])
+
+
+def _needs_no_distribution(shape: SamplerShape, extras: SamplingExtras) -> bool:
+    """Whether nothing but the draw asks what the distribution is that tokens are drawn from."""
+    is_reported = shape.kept_mass or any(mode.startswith("processed") for mode in shape.logprobs_modes)
+    return not (is_reported or extras.processors)
+
+
+def _choose(
+    shape: SamplerShape, params: BatchParams, processed: Tensor, kernels: Kernels
+) -> tuple[Tensor, Tensor]:
+    """Tokens, greedy or drawn, and the ids of the largest logits."""
+    parameters = [params[name] for name in ("temperature", "top_k", "top_p", "min_p")]
+    return kernels.choose(  # type: ignore[no-any-return]
+        kernels,
+        processed,
+        *parameters,
+        *_seed_and_stream(params),
+        params.num_output_tokens,
+        purpose=DRAW,
+        truncated=shape.truncated,
+    )
+
+
+def _seed_and_stream(params: BatchParams) -> tuple[Tensor, Tensor]:
+    """The words of both, [reqs, 2] each."""
+    seed, stream = INTS.index("seed_low"), INTS.index("stream_low")
+    return params.ints[:, seed : seed + 2], params.ints[:, stream : stream + 2]
+
+
+def _checked(state: StepState, extras: SamplingExtras | None) -> SamplingExtras:
+    if state.layout.bounds.sampler.extras and extras is None:
         raise ExtrasError(
             "the batch has requests with logits_processors or logprob_token_ids, and sampling was not given them: run "
             "execute, then sample(executed, kernels=kernels, extras=sampling_extras(batch).to(device))"
@@ -109,94 +247,10 @@ def _checked(shape: SamplerShape, extras: SamplingExtras | None) -> SamplingExtr
     return NOTHING if extras is None else extras
 
 
-def _constrained(
-    state: StepState, params: BatchParams, logits: Tensor, extras: SamplingExtras, kernels: Kernels
-) -> Tensor:
-    """Logits after everything that comes before temperature."""
-    shape, rows = state.layout.bounds.sampler, state.layout.row_of_index
-    lengths = params.num_known_tokens
-    prompt_lengths = lengths - params.num_output_tokens
-    if shape.penalties or shape.constraints:
-        history = state.token_ids[rows, : _width(state)]
-    if shape.constraints and state.sampling.constraints is not None:
-        rules = state.sampling.constraints
-        index_of_row = _index_of_row(rows, state.sampling.table.shape[0])
-        allowed_index = index_of_row[rules.allowed_row]
-        restricted = _named(allowed_index, len(rows))
-        logits = kernels.allow_only(logits, restricted, allowed_index, rules.allowed_ids)
-        words_index = index_of_row[rules.words_row]
-        logits = kernels.ban_bad_words(logits, history, prompt_lengths, lengths, words_index, rules.words)
-        logits = _ban_until_min_tokens(params, rules, index_of_row, logits, kernels)
-        logits = kernels.add_bias(logits, index_of_row[rules.bias_row], rules.bias_ids, rules.bias_values)
-    elif shape.min_tokens:
-        logits = _ban_until_min_tokens(params, None, None, logits, kernels)
-    logits = _process(state, params, logits, extras, argmax_invariant=False)
-    if shape.penalties:
-        weights = (params["repetition_penalty"], params["frequency_penalty"], params["presence_penalty"])
-        logits = kernels.penalize(logits, history, prompt_lengths, lengths, *weights)
-    return logits
-
-
-def _process(
-    state: StepState, params: BatchParams, logits: Tensor, extras: SamplingExtras, *, argmax_invariant: bool
-) -> Tensor:
-    """Logits as the processors of one of the two places leave them: each sees the rows of those who chose it."""
-    for processor in extras.processors:
-        if processor.argmax_invariant is argmax_invariant:
-            index = processor.index
-            lengths = params.num_known_tokens[index]
-            tokens = state.token_ids[state.layout.row_of_index[index], : _width(state)]
-            place = torch.arange(tokens.shape[1], device=tokens.device)
-            history = History(
-                token_ids=torch.where(place < lengths[:, None], tokens, 0),
-                prompt_lengths=lengths - params.num_output_tokens[index],
-                lengths=lengths,
-            )
-            own = logits[index].to(torch.promote_types(logits.dtype, torch.float32))
-            changed = processor.apply(own, history, processor.params)
-            logits = logits.index_copy(0, index, changed.to(logits.dtype))
-    return logits
-
-
-def _width(state: StepState) -> int:
-    """Entries of the tapes that may be known tokens."""
-    return min(state.layout.bounds.max_seq_len, state.token_ids.shape[1])
-
-
-def _ban_until_min_tokens(
-    params: BatchParams,
-    rules: TokenConstraints | None,
-    index_of_row: Tensor | None,
-    logits: Tensor,
-    kernels: Kernels,
-) -> Tensor:
-    short = params.num_output_tokens < params["min_tokens"]
-    logits = kernels.ban_tokens(logits, params.banned_ids, short)
-    if rules is None or index_of_row is None:
-        return logits
-    index = index_of_row[rules.stop_row]
-    values = torch.where(short[index], float("-inf"), -0.0)
-    return kernels.add_bias(logits, index, rules.stop_ids, values)  # type: ignore[no-any-return]
-
-
-def _index_of_row(rows: Tensor, num_rows: int) -> Tensor:
-    """The place in the batch of every row, -1 for those that do not run."""
-    index = torch.arange(len(rows), device=rows.device)
-    return torch.full((num_rows,), -1, device=rows.device).scatter(0, rows.to(torch.int64), index)
-
-
-def _named(index: Tensor, num_reqs: int) -> Tensor:
-    """Bool [reqs]: which requests occur in `index`; negative entries name nobody."""
-    place = torch.where(index < 0, num_reqs, index)
-    return torch.zeros(num_reqs + 1, dtype=torch.bool, device=index.device).scatter(0, place, True)[:num_reqs]
-
-
 def _exponential(params: BatchParams, vocab: int, kernels: Kernels) -> Tensor:
     """Exp(1) noise of the batch's draws: float32 [reqs, vocab]."""
-    seed = params["seed_low"].to(torch.int64) & 0xFFFFFFFF | params["seed_high"].to(torch.int64) << 32
-    stream = params["stream_low"].to(torch.int64) & 0xFFFFFFFF | params["stream_high"].to(torch.int64) << 32
-    uniform = kernels.uniforms(seed, stream, params.num_output_tokens, purpose=DRAW, width=vocab)
-    return -uniform.log()  # type: ignore[no-any-return]
+    words = _seed_and_stream(params)
+    return kernels.exponentials(kernels, *words, params.num_output_tokens, purpose=DRAW, width=vocab)  # type: ignore[no-any-return]
 
 
 def _kept_mass(whole: Tensor, final: Tensor, tokens: Tensor) -> KeptMass:

@@ -19,31 +19,38 @@ def settle(batch: InputBatch, stepped: InputBatch, output: StepOutput) -> InputB
 
     Works by request, not by row: a request that finished meanwhile is left alone, one that was parked meanwhile
     still gets its tokens, one that was admitted anew does not (it recomputes them), and a fork made since gets those
-    of its parent. `output` is on the host, its entries in the order of `stepped.req_ids`; padding behind them is
-    ignored.
+    of its parent. Drafts that were not accepted lower the bound. `output` is on the host, its entries in the order of
+    `stepped.req_ids`; padding behind them is ignored.
 
     Raises:
         SchedulerOutputError: columns of other lengths than the step's.
     """
     kept, computed, _ = host_columns(output, len(stepped.req_ids))
     rows = stepped.layout.row_of_index[: len(kept)].astype(np.intp)
+    most = np.diff(stepped.layout.query_start_loc)[: len(kept)] if stepped.layout.bounds.num_drafts else None
     clock = Clock(batch.clock.num_begun, batch.clock.num_settled + 1)
     if batch.forks or batch.rows.requests is not stepped.rows.requests:
         requests, entries = _told(batch, stepped, rows)
         rows, kept, computed = _rows_now(batch, requests), kept[entries], computed[entries]
         batch = _settle_parked(batch, requests, rows < 0, kept, computed)
         current = rows >= 0
+        most = None if most is None else most[entries][current]
         rows, kept, computed = rows[current], kept[current], computed[current]
     sampled = kept >= 0
+    num_sampled = sampled.sum(axis=1, dtype=np.int32)
     columns = batch.columns
-    tokens = append_each(batch.rows.tokens, rows[sampled], kept[sampled])  # type: ignore[arg-type]
+    settled, bound = columns.num_computed_tokens_settled, columns.num_computed_tokens_bound
+    if most is not None:
+        bound = with_items(bound, rows, bound[rows] - (settled[rows] + most - computed))
+    tokens = append_each(batch.rows.tokens, np.repeat(rows, num_sampled), kept[sampled])  # type: ignore[arg-type]
     return replace(
         batch,
         rows=Rows(batch.rows.requests, tokens, batch.rows.block_ids),
         columns=replace(
             columns,
-            num_tokens=with_items(columns.num_tokens, rows, columns.num_tokens[rows] + sampled),
-            num_computed_tokens_settled=with_items(columns.num_computed_tokens_settled, rows, computed),
+            num_tokens=with_items(columns.num_tokens, rows, columns.num_tokens[rows] + num_sampled),
+            num_computed_tokens_bound=bound,
+            num_computed_tokens_settled=with_items(settled, rows, computed),
         ),
         clock=clock,
     )
@@ -90,8 +97,9 @@ def _settle_parked(
     for index in np.flatnonzero(left).tolist():
         entry = parked.get(requests[index].req_id)
         if entry is not None and entry.request is requests[index]:
-            tokens = entry.tokens.append(int(kept[index])) if kept[index] >= 0 else entry.tokens
             parked[entry.request.req_id] = replace(
-                entry, tokens=tokens, num_computed_tokens=int(computed[index])
+                entry,
+                tokens=entry.tokens.extend(kept[index][kept[index] >= 0]),
+                num_computed_tokens=int(computed[index]),
             )
     return replace(batch, parked=MappingProxyType(parked))

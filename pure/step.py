@@ -15,7 +15,10 @@ from purestep.pure.advance import advance
 from purestep.pure.forward import compute_logits, model_forward, preprocess
 from purestep.pure.inputs import build_attention_metadata, prepare_inputs
 from purestep.pure.models.model import Model, apply
+from purestep.pure.propose import propose
 from purestep.pure.record import replace
+from purestep.pure.records.drafter import Drafter
+from purestep.pure.records.inputs import IntermediateTensors
 from purestep.pure.records.layout import bucket
 from purestep.pure.records.outputs import StepOutput
 from purestep.pure.records.params import Params
@@ -31,17 +34,18 @@ def execute(
     *,
     kernels: Kernels,
     call: Callable[..., Any] = apply,
+    intermediate: IntermediateTensors | None = None,
 ) -> ExecuteModelState:
     """The step up to logits. It consumes the state and hands it on inside what it returns.
 
+    `intermediate` is what a later pipeline stage takes in.
     Source: vllm/v1/worker/gpu_model_runner.py execute_model.
     """
     state = absorb(state, kernels=kernels)
     inputs = prepare_inputs(state, kernels=kernels)
-    metadata = build_attention_metadata(state, inputs)
-    hidden, kv = model_forward(
-        model, params, preprocess(inputs), state.kv, metadata, kernels=kernels, call=call
-    )
+    metadata = build_attention_metadata(state, inputs, kernels=kernels)
+    read = preprocess(inputs, intermediate=intermediate)
+    hidden, kv = model_forward(model, params, read, state.kv, metadata, kernels=kernels, call=call)
     logits = compute_logits(model, params, hidden, inputs.logits_indices, kernels=kernels, call=call)
     return ExecuteModelState(state=replace(state, kv=kv), inputs=inputs, logits=logits, hidden_states=hidden)
 
@@ -63,35 +67,51 @@ def sample(
     return advance(executed.state, executed.inputs, sampled, kernels=kernels)
 
 
-def step(model: Model, params: Params, state: StepState, *, kernels: Kernels) -> tuple[StepState, StepOutput]:
-    """One step of inference: absorb the plan, run the batch once, keep one token per finished history."""
-    return sample(execute(model, params, state, kernels=kernels), kernels=kernels)
+def step(
+    model: Model, params: Params, state: StepState, *, kernels: Kernels, drafter: Drafter | None = None
+) -> tuple[StepState, StepOutput]:
+    """One step of inference: absorb the plan, run the batch once, keep the token of every finished history.
+
+    Where drafts were verified those that stand are kept before it; with a drafter the next step's are proposed.
+    """
+    executed = execute(model, params, state, kernels=kernels)
+    state, output = sample(executed, kernels=kernels)
+    return propose(drafter, params, executed, state, output, kernels=kernels)
 
 
 def unroll(
-    model: Model, params: Params, state: StepState, num_steps: int, *, kernels: Kernels
+    model: Model,
+    params: Params,
+    state: StepState,
+    num_steps: int,
+    *,
+    kernels: Kernels,
+    drafter: Drafter | None = None,
 ) -> tuple[StepState, tuple[StepOutput, ...]]:
-    """`num_steps` steps of one layout, in which every request runs one token: rows that stop are frozen.
+    """`num_steps` steps of one layout, in which every request runs one token and drafts: rows that stop are frozen.
 
     A row whose blocks are full runs idle from there on (its token is -1, and nothing of it changes) and goes on once a
-    plan brings more: grant blocks for num_steps tokens. Only the bound on lengths is wider than the layout's: the last
-    step sees num_steps - 1 tokens more than the first.
+    plan brings more: grant blocks for num_steps tokens, and as many times the drafts. Only the bound on lengths is
+    wider than the layout's: the last step sees that many tokens more than the first, but for its own.
 
     Raises:
-        ValueError: a layout (or a plan that is still to be absorbed) that runs more than one token of a request.
+        ValueError: a layout (or a plan that is still to be absorbed) that runs more than one token of a request beside
+            drafts.
     """
     bounds = state.inbox.bounds or state.layout.bounds
-    if num_steps > 1 and bounds.max_query_len > 1:
+    most = 1 + bounds.num_drafts
+    if num_steps > 1 and bounds.max_query_len > most:
         raise ValueError(
             f"unroll of {num_steps} steps over a layout that runs up to {bounds.max_query_len} tokens of a request: "
             "it repeats one layout, so every request must be decoding; run the prefill by single steps first"
         )
     state = absorb(state, kernels=kernels)
     layout = state.layout
-    wider = replace(layout.bounds, max_seq_len=bucket(layout.bounds.max_seq_len + max(num_steps - 1, 0)))
+    longest = layout.bounds.max_seq_len + most * max(num_steps - 1, 0)
+    wider = replace(layout.bounds, max_seq_len=bucket(longest))
     state = replace(state, layout=replace(layout, bounds=wider))
     outputs = []
     for _ in range(num_steps):
-        state, output = step(model, params, state, kernels=kernels)
+        state, output = step(model, params, state, kernels=kernels, drafter=drafter)
         outputs.append(output)
     return replace(state, layout=layout), tuple(outputs)

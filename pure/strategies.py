@@ -17,10 +17,11 @@ from purestep.pure.errors import InvalidParameterError
 from purestep.pure.record import record, replace
 from purestep.pure.records.batch import BatchLimits, InputBatch
 from purestep.pure.records.outputs import StepOutput
-from purestep.pure.records.queue import Request, SchedulerConfig, StepInFlight
+from purestep.pure.records.queue import Queue, Request, SchedulerConfig
 from purestep.pure.records.sampling_params import LOGPROBS_MODES, MAX_BIAS, SamplingParams, validate
 from purestep.pure.records.scheduler_output import NOTHING, SchedulerOutput
 from purestep.pure.scheduler import abort, add, make_queue, schedule, update
+from purestep.pure.scheduler.rows import rows_of
 from purestep.pure.settle import settle
 from purestep.pure.update import update_states
 
@@ -150,7 +151,7 @@ def schedules(
                     queue = add(queue, replace(request, arrival=arrival))
             queue = abort(queue, draw(st.sampled_from([(), (), (), REQ_IDS[:1], REQ_IDS[1:2]])))
             queue, output = schedule(queue)
-            result = _imagined(queue.in_flight, limits.vocab_size - 1)
+            result = _imagined(queue, limits.vocab_size - 1)
             if output.req_ids:
                 queue, _ = update(queue, output.req_ids, result)
             made.append(ScheduledStep(_without_tokens(output), result))
@@ -210,15 +211,16 @@ def _without_stops(params: SamplingParams) -> SamplingParams:
     return replace(params, stop_token_ids=(), ignore_eos=True)
 
 
-def _imagined(in_flight: Sequence[StepInFlight], token: int) -> StepOutput:
-    """What a device says that samples the same token everywhere."""
-    if not in_flight:
+def _imagined(queue: Queue, token: int) -> StepOutput:
+    """What a device says of the last step in flight that samples the same token everywhere."""
+    if not queue.in_flight:
         nothing = frozen(np.zeros(0, np.int32))
         return StepOutput(nothing[:, None], nothing, nothing.astype(bool), nothing.astype(bool))
-    step = in_flight[-1]
+    step = queue.in_flight[-1]
+    computed = queue.running.counts.num_computed[rows_of(queue.running, step.ticket)]
     kept = np.where(step.samples, token, -1).astype(np.int32)
     yes = np.ones(len(kept), np.bool_)
-    return StepOutput(frozen(kept[:, None]), step.num_computed, frozen(yes), frozen(~yes))
+    return StepOutput(frozen(kept[:, None]), computed, frozen(yes), frozen(~yes))
 
 
 def _without_tokens(output: SchedulerOutput) -> SchedulerOutput:

@@ -5,6 +5,7 @@ Preemption gives the row up and keeps the request's tokens; resumption is admiss
 """
 
 from collections.abc import Mapping
+from itertools import takewhile
 from types import MappingProxyType
 from typing import Any
 
@@ -15,6 +16,7 @@ from purestep.pure.arrays import Tape, frozen, start_loc, with_items
 from purestep.pure.contradictions import (
     check_block_orders,
     check_counts,
+    check_drafts,
     check_ids,
     check_supported,
     has_full_columns,
@@ -22,14 +24,23 @@ from purestep.pure.contradictions import (
 from purestep.pure.errors import SchedulerOutputError
 from purestep.pure.holders import with_one_writer
 from purestep.pure.record import replace
-from purestep.pure.records.batch import CachedRequestState, Clock, Columns, Fork, InputBatch, Parked, Rows
+from purestep.pure.records.batch import (
+    NO_DRAFTS,
+    CachedRequestState,
+    Clock,
+    Columns,
+    Fork,
+    InputBatch,
+    Parked,
+    Rows,
+)
 from purestep.pure.records.layout import Layout, LayoutBounds, bucket, sampler_shape
 from purestep.pure.records.sampling_params import validate
 from purestep.pure.records.scheduler_output import BlockIds, NewRequestData, SchedulerOutput
 from purestep.pure.rows import (
     as_parked,
-    check_blocks,
     drop,
+    last_run,
     occupied,
     place,
     release,
@@ -44,12 +55,13 @@ def update_states(batch: InputBatch, scheduler_output: SchedulerOutput) -> Input
     """The batch of the coming step: finished requests dropped, unscheduled ones parked, new ones in rows.
 
     In order: finished ids go first, so that the same id may be finished and submitted anew in one step; then
-    requests that sit out or come back as resumed leave their rows; then returning and new ones take the lowest free
-    rows; then counts, blocks and output cuts of all known requests. A steady batch shares everything but one column.
+    requests that sit out, unless tokens of theirs are on their way, or come back as resumed leave their rows; then
+    returning and new ones take the lowest free rows; then counts, blocks and output cuts of all known requests. A
+    steady batch shares everything but one column.
 
     Raises:
         SchedulerOutputError: an output that contradicts the batch (unknown id, tokens past the end, missing blocks, a
-            block with two writers), or a new request with what is not supported.
+            block with two writers, drafts that do not fit), or a new request with what is not supported.
         InvalidParameterError: sampling parameters of a new request outside their domain.
     Source: vllm/v1/worker/gpu_model_runner.py _update_states.
     """
@@ -75,6 +87,7 @@ def _is_steady(batch: InputBatch, output: SchedulerOutput) -> bool:
     return (
         not output.scheduled_new_reqs
         and not output.finished_req_ids
+        and not output.preempted_req_ids
         and not cached.resumed_req_ids
         and len(cached.req_ids) == len(batch.row_of)
         and (cached.req_ids is batch.req_ids or cached.req_ids == batch.req_ids)
@@ -85,10 +98,21 @@ def _is_steady(batch: InputBatch, output: SchedulerOutput) -> bool:
 
 
 def _park(batch: InputBatch, output: SchedulerOutput) -> InputBatch:
-    """Requests that this step leaves out, or that come back as resumed, leave their rows and keep their tokens."""
-    resumed = output.scheduled_cached_reqs.resumed_req_ids
-    scheduled = set(output.scheduled_cached_reqs.req_ids) - resumed
-    leaving = [r for r in batch.row_of if r not in scheduled]
+    """Requests that this step leaves out, or that come back as resumed, leave their rows and keep their tokens.
+
+    One that is only left out stays in its row while tokens of it are on their way: it may go on behind them.
+    """
+    cached, columns = output.scheduled_cached_reqs, batch.columns
+    gone = (
+        cached.resumed_req_ids | output.preempted_req_ids | {new.req_id for new in output.scheduled_new_reqs}
+    )
+    on_its_way = (columns.num_computed_tokens_bound > columns.num_computed_tokens_settled).tolist()
+    staying = set(cached.req_ids) | {r for r, row in batch.row_of.items() if on_its_way[row]}
+    leaving = [r for r in batch.row_of if r in gone or r not in staying]
+    scheduled = set(output.req_ids)
+    sitting_out = [row for r, row in batch.row_of.items() if r in staying and r not in scheduled]
+    if sitting_out:
+        batch = replace(batch, columns=replace(columns, released_at=last_run(batch, sitting_out)))
     if not leaving:
         return batch
     parked = {**batch.parked, **{req_id: as_parked(batch, req_id) for req_id in leaving}}
@@ -198,9 +222,8 @@ def _grow(batch: InputBatch, resumed: frozenset[str], new_block_ids: Mapping[str
     rows = rows_of(batch, tuple(grown)).tolist()
     longer: dict[int, tuple[Tape, ...]] = {}
     for row, (req_id, ids) in zip(rows, grown.items(), strict=True):
-        check_blocks(batch, req_id, ids)
-        longer[row] = tuple(
-            occupied(group[row]).extend(more) for group, more in zip(batch.rows.block_ids, ids, strict=True)
+        longer[row] = tapes(
+            batch, req_id, ids, behind=[occupied(group[row]) for group in batch.rows.block_ids]
         )
     groups = tuple(
         with_entries(group, {row: blocks[g] for row, blocks in longer.items()})
@@ -224,14 +247,19 @@ def _lay_out(
     """The order of the batch, and how far it runs: the old layout while rows, counts and bounds are the same."""
     counts, old, columns = output.num_scheduled_tokens, batch.layout, batch.columns
     start = _starts(batch, output, at, known)
-    end = start + counts
-    check_counts(batch, output, at, start, end)
-    holders = with_one_writer(batch, at, start, end)
+    end, num_drafts = start + counts, _num_drafts(batch, output)
+    check_counts(batch, output, at, start, end, num_drafts)
+    back = () if rows is old.row_of_index else np.setdiff1d(rows, old.row_of_index).tolist()
+    holders = with_one_writer(batch, at, start, end, back)
     if output.block_copies or output.new_block_ids_to_zero:
         check_block_orders(batch, output, holders)
     is_steady = rows is old.row_of_index and not np.count_nonzero(counts != _counts(old))
     max_seq_len = bucket(int(end.max())) if len(rows) else 0
-    layout = _bounded(old, max_seq_len) if is_steady else _new_layout(batch, rows, at, counts, max_seq_len)
+    most_drafts = 0 if num_drafts is None or not num_drafts.any() else batch.limits.num_drafts
+    if is_steady:
+        layout = _bounded(old, max_seq_len, most_drafts)
+    else:
+        layout = _new_layout(batch, rows, at, counts, max_seq_len, most_drafts)
     return InputBatch(
         limits=batch.limits,
         rows=batch.rows,
@@ -245,7 +273,27 @@ def _lay_out(
         blocks_to_zero=output.new_block_ids_to_zero,
         clock=Clock(batch.clock.num_begun + bool(len(rows)), batch.clock.num_settled),
         forks=_recent_forks(batch) if batch.forks else (),
+        drafts=_drafts(batch, output) if output.scheduled_spec_decode_tokens else NO_DRAFTS,
     )
+
+
+def _num_drafts(batch: InputBatch, output: SchedulerOutput) -> NDArray[Any] | None:
+    """How many of each request's scheduled tokens are drafts, None if no request has any."""
+    given, num_drafts = output.scheduled_spec_decode_tokens, output.num_device_drafts
+    if given:
+        num_drafts = np.array([len(given.get(req_id, ())) for req_id in output.req_ids], np.int32)
+    if num_drafts is not None:
+        check_drafts(batch, output, num_drafts)
+    return num_drafts
+
+
+def _drafts(batch: InputBatch, output: SchedulerOutput) -> NDArray[np.int32]:
+    """(row, place, token id) of drafts that the host has: those of a request up to the first -1."""
+    entries = []
+    for req_id, drafts in output.scheduled_spec_decode_tokens.items():
+        row, own = batch.row_of[req_id], list(takewhile(lambda token: token >= 0, drafts))
+        entries += [(row, place, token) for place, token in enumerate(own)]
+    return frozen(np.array(entries, np.int32).reshape(-1, 3))
 
 
 def _recent_forks(batch: InputBatch) -> tuple[Fork, ...]:
@@ -289,12 +337,13 @@ def _counts(layout: Layout) -> NDArray[Any]:
     return counts
 
 
-def _bounded(layout: Layout, max_seq_len: int) -> Layout:
-    """The same rows and counts with another bound."""
+def _bounded(layout: Layout, max_seq_len: int, num_drafts: int) -> Layout:
+    """The same rows and counts with other bounds."""
     bounds = layout.bounds
-    if bounds.max_seq_len == max_seq_len:
+    if bounds.max_seq_len == max_seq_len and bounds.num_drafts == num_drafts:
         return layout
-    return Layout(layout.row_of_index, layout.query_start_loc, replace(bounds, max_seq_len=max_seq_len))
+    bounds = replace(bounds, max_seq_len=max_seq_len, num_drafts=num_drafts)
+    return Layout(layout.row_of_index, layout.query_start_loc, bounds)
 
 
 def _new_layout(
@@ -303,6 +352,7 @@ def _new_layout(
     at: NDArray[np.intp],
     counts: NDArray[Any],
     max_seq_len: int,
+    num_drafts: int,
 ) -> Layout:
     features = int(np.bitwise_or.reduce(batch.columns.sampler_features[at], initial=0))
     bounds = LayoutBounds(
@@ -311,5 +361,6 @@ def _new_layout(
         max_query_len=int(counts.max(initial=0)),
         max_seq_len=max_seq_len,
         sampler=sampler_shape(features, int(batch.columns.num_logprobs[at].max(initial=-1))),
+        num_drafts=num_drafts,
     )
     return Layout(rows, start_loc(counts), bounds)

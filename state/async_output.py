@@ -4,12 +4,14 @@ from types import MappingProxyType
 from typing import Any
 
 import attrs
+import numpy as np
 
 from purestep.pure.model_runner_output import model_runner_output
 from purestep.pure.prompt_logprobs import PromptChunk, PromptScores, prompt_table
 from purestep.pure.records.batch import InputBatch
-from purestep.pure.records.outputs import KVConnectorOutput, LogprobsTensors, ModelRunnerOutput
+from purestep.pure.records.outputs import DraftTokenIds, KVConnectorOutput, LogprobsTensors, ModelRunnerOutput
 from purestep.pure.settle import settle
+from purestep.state.drafting import of_output
 from purestep.state.pending import Pending, ToHost
 
 
@@ -55,6 +57,11 @@ class AsyncModelRunnerOutput:
                 routed_experts=self._experts,
             )
         return self._output
+
+    def draft_token_ids(self) -> DraftTokenIds | None:
+        """What the device has proposed for the next step, None without a drafter there; it waits for the step."""
+        drafts = self._pending.result().draft_token_ids
+        return None if drafts is None else of_output(self._pending.batch.req_ids, np.asarray(drafts))
 
     def settled(self, batch: InputBatch) -> InputBatch:
         """The batch, knowing what the step did; it waits for that."""

@@ -11,18 +11,16 @@ from typing import TypeVar
 
 import attrs
 import numpy as np
-from numpy.typing import NDArray
 
-from purestep.pure.arrays import Tape, append_each
-from purestep.pure.errors import DuplicateRequestError, InvalidRequestError
+from purestep.pure.arrays import Tape, append_each, appended
+from purestep.pure.errors import DuplicateRequestError, InvalidRequestError, NoTokenError
 from purestep.pure.persistent import Map
 from purestep.pure.prompt_logprobs import PromptScores
 from purestep.pure.record import record, replace
 from purestep.pure.records.outputs import StepOutput
-from purestep.pure.records.queue import Finished
+from purestep.pure.records.queue import Finished, FinishReason
 from purestep.pure.records.scheduler_output import NewRequestData
-from purestep.state.async_output import ScoredChunk
-from purestep.state.pending import Pending
+from purestep.state.flights import Landed, Readers, Sample
 from purestep.state.results import RequestOutput
 from purestep.state.submission import Submission, with_scores
 from purestep.state.transcript import Transcript, finish, read, wants_reports, with_report
@@ -32,59 +30,8 @@ V = TypeVar("V")
 
 UNSEEDED = 1 << 32  # streams of requests without a seed lie above those that a caller can name by position
 NOTHING: Mapping[int, None] = MappingProxyType({})
-NO_SCORES: Mapping[int, PromptScores] = MappingProxyType({})
 EMPTY = Map.make_empty(64)
 NO_TOKENS = Tape.of()
-
-
-@record
-class Sample:
-    """One sample that runs, waits, or has something to tell."""
-
-    sample_id: str
-    number: int  # which no other sample ever has
-    owner: int  # the number of its submission
-    place: int | None = None  # of its tokens, among all; None: it has not run yet
-
-
-@attrs.frozen
-class Readers:
-    """The samples that a step brings something, in parallel with rows of its output; one object for steady steps."""
-
-    samples: tuple[Sample, ...]
-    rows: NDArray[np.intp]
-    places: NDArray[np.intp]
-    news: Mapping[int, None]  # their submissions
-    watched: tuple[int, ...]  # which of them have to be looked at in every step
-    live: Map[str, Sample]  # the samples that ran or waited when this was made
-
-
-@attrs.frozen
-class InFlight:
-    """A step whose output is on its way, and the samples that it ran, or that were forked from those since."""
-
-    req_ids: tuple[str, ...]
-    readers: Readers
-    pending: Pending
-    prompts: tuple[ScoredChunk, ...] = ()  # parts of prompts that it scored
-
-    def scores(self) -> Mapping[int, PromptScores]:
-        """What it tells of prompts, by the rows of its output; it waits for that."""
-        rows = {req_id: row for row, req_id in enumerate(self.req_ids)} if self.prompts else {}
-        return {
-            rows[part.chunk.req_id]: PromptScores(part.chunk.first_row, part.rows.result())
-            for part in self.prompts
-        }
-
-
-@attrs.frozen
-class Landed:
-    """A step whose output is known: whom it concerns, what it brought, which requests ended with it."""
-
-    readers: Readers
-    output: StepOutput
-    finished: tuple[Finished, ...]
-    scores: Mapping[int, PromptScores] = NO_SCORES  # of prompts, by the rows of the output
 
 
 @record
@@ -164,16 +111,32 @@ def fork(book: Book, req_id: str, new_req_id: str, sample: int) -> tuple[Book, s
             f"fork of {req_id!r} as {new_req_id!r}: this id is in use, choose another one"
         )
     submission = known(book.submissions, owner)
-    if sample not in range(submission.params.n) or known(book.transcripts, owner + sample).finish_reason:
+    transcript = book.transcripts.get(owner + sample) if sample in range(submission.params.n) else None
+    if transcript is None or transcript.finish_reason:
         raise InvalidRequestError(
             f"fork of sample {sample} of {req_id!r}, which has {submission.params.n}: it has ended, or never was"
         )
-    parent, number = known(book.samples, owner + sample), book.num_submitted
-    params = replace(submission.params, n=1)
-    twin = replace(submission, req_id=new_req_id, number=number, params=params)
-    book = add(book, twin, [replace(known(book.transcripts, parent.number), index=0)])
+    params, number = submission.params, book.num_submitted
+    if params.n > 1:
+        params, transcript = replace(params, n=1), replace(transcript, index=0)
+    parent, place, tokens, free = known(book.samples, owner + sample), None, book.tokens, book.free_places
     if parent.place is not None:
-        book = _placed(book, [(known(book.samples, number), book.tokens[parent.place])])
+        own = tokens[parent.place]
+        place, free = (free[0], free[1:]) if free else (len(tokens), free)
+        tokens = (*tokens[:place], own, *tokens[place + 1 :])
+    twin = Sample(new_req_id, number, number, place)
+    told = replace(submission, req_id=new_req_id, number=number, params=params)
+    book = replace(
+        book,
+        submissions=book.submissions.with_item(number, told),
+        transcripts=book.transcripts.with_item(number, transcript),
+        samples=book.samples.with_item(number, twin),
+        tokens=tokens,
+        free_places=free,
+        numbers=book.numbers.with_item(new_req_id, number),
+        live=book.live.with_item(new_req_id, twin),
+        num_submitted=number + 1,
+    )
     return book, parent.sample_id
 
 
@@ -210,57 +173,119 @@ def readers_of(book: Book, samples: Iterable[Sample], rows: Iterable[int]) -> Re
     )
 
 
-def with_heir(book: Book, readers: Readers, parent: Sample, child: Sample) -> Readers:
+def with_heir(readers: Readers, parent: Sample, child: Sample) -> Readers:
     """With a sample that was just forked from one which may be among them: what is told that, is told it."""
-    readers = _still_there(book, readers)
-    if parent not in readers.samples:
+    samples = readers.samples
+    if parent not in samples:
         return readers
-    rows = readers.rows.tolist()
-    return readers_of(book, [*readers.samples, child], [*rows, rows[readers.samples.index(parent)]])
+    place = samples.index(parent)
+    watched = readers.watched
+    return Readers(
+        samples=(*samples, child),
+        rows=appended(readers.rows, readers.rows[place]),
+        places=appended(readers.places, child.place),
+        news={**readers.news, child.owner: None},
+        watched=(*watched, len(samples)) if place in watched else watched,
+        live=readers.live,
+    )
 
 
-def publish(book: Book, landed: Landed) -> tuple[Book, list[tuple[str, str]]]:
-    """With a step's tokens; and the samples that a stop string has ended, each with that.
+def publish(book: Book, landed: Landed) -> tuple[Book, list[tuple[str, FinishReason, str | None]]]:
+    """With a step's tokens; and the samples that a stop string or a failure has ended, each with why.
 
-    What the step says of samples that have ended since it began is dropped.
+    What the step says of samples that have ended since it began is dropped, and so are tokens behind the one that ends
+    a sample.
     """
     readers, output = _still_there(book, landed.readers), landed.output
-    new = output.sampled_token_ids[:, 0][readers.rows]
-    kept = new >= 0
+    failed = (
+        [i for i, row in enumerate(readers.rows.tolist()) if row in landed.failed] if landed.failed else []
+    )
     ended = {finished.req_id: finished for finished in landed.finished}
-    news = readers.news
-    if kept.all():
-        tokens = append_each(book.tokens, readers.places, new)
-    else:
-        tokens = append_each(book.tokens, readers.places[kept], new[kept])
-        told = zip(readers.samples, kept.tolist(), strict=True)
-        news = {sample.owner: None for sample, has in told if has or sample.sample_id in ended}
-    book = replace(book, tokens=tokens, news={**book.news, **news} if book.news else news)
-    transcripts, stopped, over = dict[int, Transcript](), list[tuple[str, str]](), dict[int, Sample]()
+    before, lengths, width = book.tokens, dict[int | None, int](), output.sampled_token_ids.shape[1]
+    book, num_kept = _with_tokens(book, readers, output, failed, ended)
+    tokens = book.tokens
+    transcripts, over = dict[int, Transcript](), dict[int, Sample]()
+    stopped = list[tuple[str, FinishReason, str | None]]()
+    for i in failed:
+        sample, failure = readers.samples[i], landed.failed[int(readers.rows[i])]
+        transcript = known(book.transcripts, sample.number)
+        transcripts[sample.number] = finish(transcript, tokens[readers.places[i]], "error", None, failure)
+        stopped.append((sample.sample_id, "error", None))
+        over[sample.number] = sample
     for i in readers.watched:
-        if not kept[i]:
+        if not num_kept[i]:
             continue
-        sample, own = readers.samples[i], tokens[readers.places[i]]
-        transcript, end = known(book.transcripts, sample.number), ended.get(sample.sample_id)
-        if wants_reports(transcript.params):
-            transcript = with_report(transcript, output, int(readers.rows[i]))
-        if transcript.params.stop and (end is None or end.reason != "stop"):
-            transcript, stop = read(transcript, own)
+        sample, place, first = readers.samples[i], readers.places[i], int(readers.rows[i]) * width
+        transcript, own = known(book.transcripts, sample.number), tokens[place]
+        if transcript.params.stop:
+            end = ended.get(sample.sample_id)
+            text_ends = len(own) - (end is not None and end.reason == "stop")  # a stop id is no text
+            transcript, stop = read(transcript, own.truncate(text_ends))
             if stop is not None:
-                transcript = finish(transcript, own, "stop", stop)
-                stopped.append((sample.sample_id, stop))
+                own = own.truncate(transcript.num_read)
+                transcript, lengths[place] = finish(transcript, own, "stop", stop), len(own)
+                stopped.append((sample.sample_id, "stop", stop))
                 over[sample.number] = sample
+        if wants_reports(transcript.params):
+            for row in range(first, first + len(own) - len(before[place])):
+                transcript = with_report(transcript, output, row)
         transcripts[sample.number] = transcript
+    book = replace(book, tokens=_cut(tokens, lengths)) if lengths else book
     for finished in landed.finished:
         ending = book.live.get(finished.req_id)
         if ending is not None and ending.number not in over:
             transcript = transcripts.get(ending.number) or known(book.transcripts, ending.number)
             own = book.tokens_of(ending)
-            transcripts[ending.number] = finish(transcript, own, finished.reason, finished.stop_reason)
+            error = _no_token(ending, own) if finished.reason == "error" else None
+            transcripts[ending.number] = finish(transcript, own, finished.reason, finished.stop_reason, error)
             over[ending.number] = ending
     if landed.scores:
         book = replace(book, submissions=_scored(book, readers, landed.scores))
     return _ended(book, transcripts, list(over.values())), stopped
+
+
+def _with_tokens(
+    book: Book,
+    readers: Readers,
+    output: StepOutput,
+    failed: Sequence[int],
+    ended: Mapping[str, Finished],
+) -> tuple[Book, list[int]]:
+    """With a step's tokens, up to where the scheduler ends requests, and how many each of the readers got.
+
+    There is news of those that got some, failed or ended.
+    """
+    new = output.sampled_token_ids[readers.rows]
+    kept = new >= 0
+    kept[list(failed)] = False
+    num_kept, news = kept.sum(axis=1), readers.news
+    tokens = append_each(book.tokens, np.repeat(readers.places, num_kept), new[kept])
+    if not num_kept.all():
+        told = (num_kept > 0) | np.isin(np.arange(len(kept)), failed)
+        pairs = zip(readers.samples, told.tolist(), strict=True)
+        news = {sample.owner: None for sample, has in pairs if has or sample.sample_id in ended}
+    if new.shape[1] > 1 and ended:
+        samples = [(book.live.get(req_id), len(finished.token_ids)) for req_id, finished in ended.items()]
+        tokens = _cut(tokens, {sample.place: length for sample, length in samples if sample is not None})
+    book = replace(book, tokens=tokens, news={**book.news, **news} if book.news else news)
+    return book, num_kept.tolist()
+
+
+def _cut(tokens: tuple[Tape, ...], lengths: Mapping[int | None, int]) -> tuple[Tape, ...]:
+    """The tapes, those at these places no longer than said."""
+    cut = list(tokens)
+    for place, length in lengths.items():
+        assert place is not None, "a sample that has run has no place for tokens"
+        cut[place] = cut[place].truncate(min(length, len(cut[place])))
+    return tuple(cut)
+
+
+def _no_token(sample: Sample, outputs: Tape) -> NoTokenError:
+    return NoTokenError(
+        f"request {sample.sample_id!r} ended after {len(outputs)} outputs, with nothing to draw from: the model's "
+        "logits were NaN or +inf, or its constraints (structured_outputs, allowed_token_ids, bad words, min_tokens, "
+        "logits_processors) together left no token: loosen them, or look at the weights"
+    )
 
 
 def _scored(book: Book, readers: Readers, scores: Mapping[int, PromptScores]) -> Map[int, Submission]:

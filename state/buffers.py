@@ -6,7 +6,7 @@ cache once a step is the mistake that this module exists to exclude.
 
 Every leaf has a class, which says who may change it:
 
-overwrite    the ledger: a new value each step
+overwrite    the ledger, and what a drafter says and keeps: a new value each step
 append-only  the KV cache and token ids: what lies below a request's length stays
 host-written block tables, room, sampling rows, the layout: changed only by what a plan brings
 inbox        the plan of the coming step, which `run` stages in memory of its own and `absorb` empties
@@ -17,13 +17,16 @@ from contextlib import contextmanager
 
 import attrs
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 
 from purestep.pure.errors import DeviceMemoryError, DispatchError, FreshStorageError, StaleStateError
 from purestep.pure.initial import initial_state
 from purestep.pure.models.model import Model
+from purestep.pure.propose import equip
 from purestep.pure.record import replace
 from purestep.pure.records.batch import BatchLimits, InputBatch
+from purestep.pure.records.drafter import Drafter
 from purestep.pure.records.kv_config import KVCacheConfig
 from purestep.pure.records.layout import Layout
 from purestep.pure.records.plan import Inbox
@@ -35,6 +38,7 @@ from purestep.state.lease import Leased
 
 CLASSES = {
     "ledger": "overwrite",
+    "drafts": "overwrite",
     "kv": "append-only",
     "token_ids": "append-only",
     "block_tables": "host-written",
@@ -62,6 +66,7 @@ class PersistentBuffers:
     """The tensors of one StepState at fixed addresses, and the number of the last step that wrote them.
 
     The KV cache is what `kv_config` says; without one it has a tensor of `dtype` for every layer, as `initial_state`.
+    With a `drafter` they hold what it keeps too.
 
     Raises:
         DeviceMemoryError: they would not fit in what `available` says of the device; nothing is allocated then.
@@ -76,14 +81,16 @@ class PersistentBuffers:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         available: AvailableBytes = available_bytes,
+        drafter: Drafter | None = None,
     ) -> None:
         self.limits = limits
         self.device = torch.device(device)
         self.generation = 0
         self._broken: str | None = None
-        _check_memory(model, limits, kv_config, dtype, self.device, available)
+        shapes = _equipped(initial_state(model, limits, dtype=dtype, device="meta"), drafter, limits)
+        _check_memory(shapes, limits, kv_config, self.device, available)
         kv = None if kv_config is None else initialize_kv_cache(kv_config, device=device)
-        state = initial_state(model, limits, dtype=dtype, device=device, kv=kv)
+        state = _equipped(initial_state(model, limits, dtype=dtype, device=device, kv=kv), drafter, limits)
         # A layout is as long as its batch; it lies at the beginning of these, where captured graphs read it.
         self._row_of_index = torch.zeros(limits.max_num_reqs, dtype=torch.int32, device=device)
         self._query_start_loc = torch.zeros(limits.max_num_reqs + 1, dtype=torch.int32, device=device)
@@ -99,6 +106,8 @@ class PersistentBuffers:
         host_written = (sampling.floats, sampling.table, state.room[:-1], *state.block_tables)
         for leaf in (state.ledger.table, *host_written):
             leaf.zero_()
+        if state.ledger.drafts is not None:
+            state.ledger.drafts.fill_(-1)
         self._state = replace(
             state,
             sampling=SamplingRows(sampling.floats, sampling.table),
@@ -167,15 +176,18 @@ class PersistentBuffers:
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
-        """What runs inside leaves no trace in ledger and layout. It must write no row but the null row."""
+        """What runs inside leaves no trace in ledger, drafts and layout. It must write no row but the null row."""
         state = self._opened()
-        ledger, layout = state.ledger.table.clone(), state.layout
+        copies, layout = [leaf.clone() for leaf in overwritten(state)], state.layout
         arrays = layout.row_of_index.clone(), layout.query_start_loc.clone()
+        self._broken, broken = "what was captured meanwhile did not reach its end", self._broken
         try:
             yield
         finally:
-            state.ledger.table.copy_(ledger)
+            for leaf, copy in zip(overwritten(state), copies, strict=True):
+                leaf.copy_(copy)
             self._placed(Layout(*arrays, layout.bounds))
+            self._broken = broken
 
     def place(self, state: StepState) -> StepState:
         """The state with its layout where layouts lie."""
@@ -248,9 +260,17 @@ class PersistentBuffers:
         return "\n".join(["PersistentBuffers", *lines])
 
 
+def overwritten(state: StepState) -> list[Tensor]:
+    """The leaves that every step writes anew: the ledger, and what a drafter says and keeps."""
+    leaves = pytree.tree_leaves((state.ledger, state.draft_probs, state.drafter))
+    return [leaf for leaf in leaves if leaf is not None]
+
+
 def leaves(state: StepState) -> Iterator[tuple[str, Tensor]]:
     """The leaves that must keep their storage, by name."""
     yield "ledger", state.ledger.table
+    for place, tensor in enumerate(overwritten(state)[1:]):
+        yield f"drafts[{place}]", tensor
     yield "token_ids", state.token_ids
     yield "sampling.floats", state.sampling.floats
     yield "sampling.table", state.sampling.table
@@ -267,16 +287,18 @@ def _storages(buffers: tuple[Buffer, ...]) -> dict[int, torch.UntypedStorage]:
     return {storage.data_ptr(): storage for storage in storages}
 
 
+def _equipped(state: StepState, drafter: Drafter | None, limits: BatchLimits) -> StepState:
+    return state if drafter is None else equip(state, drafter, vocab_size=limits.vocab_size)
+
+
 def _check_memory(
-    model: Model,
+    shapes: StepState,
     limits: BatchLimits,
     kv_config: KVCacheConfig | None,
-    dtype: torch.dtype,
     device: torch.device,
     available: AvailableBytes,
 ) -> None:
     """Refuse buffers that do not fit, with the numbers, before any of them is allocated."""
-    shapes = initial_state(model, limits, dtype=dtype, device="meta")
     asked = {"kv": 0, "token_ids": 0, "other": 0}
     for name, leaf in leaves(shapes):
         key = name.split("[")[0]

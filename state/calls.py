@@ -1,11 +1,14 @@
 """`Call`: the prompts of one `generate` or `stream`, while they run among others."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import attrs
 
-from purestep.pure.errors import StaleStateError
+from purestep.pure.errors import InvalidRequestError, StaleStateError
+from purestep.pure.records.sampling_params import SamplingParams
 from purestep.state.results import RequestOutput
+from purestep.state.submission import Prompt, refused_output
 from purestep.state.turns import Turns
 
 
@@ -65,3 +68,35 @@ class Call:
                 "had not begun. Rewind after the call, or remember after its beginning"
             )
         self.left, self._num_rewinds = there, self.turns.num_rewinds
+
+
+@contextmanager
+def submitted(
+    turns: Turns,
+    names: Sequence[str],
+    prompts: Sequence[Prompt],
+    params: Sequence[SamplingParams | None],
+    add: Callable[..., None],
+    *,
+    raises: bool,
+) -> Iterator[Call]:
+    """These prompts, submitted by `add`. Whatever ends the block, none of them runs on.
+
+    With `raises` the first that is refused ends it; without, those that are refused come back with their errors.
+    """
+    own, refused, stream = dict[int, str](), dict[str, RequestOutput](), 0
+    try:
+        for i, (name, prompt, wanted) in enumerate(zip(names, prompts, params, strict=True)):
+            number = turns.now.book.num_submitted
+            try:
+                add(name, prompt, wanted, stream=None if getattr(wanted, "seed", None) is None else stream)
+                own[number] = name
+            except InvalidRequestError as error:
+                if raises:
+                    error.add_note(f"This is prompt {i} of {len(prompts)}; none of them was run.")
+                    raise
+                refused[name] = refused_output(name, prompt, error)
+            stream += wanted.n if isinstance(wanted, SamplingParams) and type(wanted.n) is int else 1
+        yield Call(turns, tuple(names), own, refused)
+    finally:
+        turns.abort(names)

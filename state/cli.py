@@ -156,20 +156,26 @@ def _generate(options: argparse.Namespace) -> None:
         if chat:
             prompts = [engine.chat_prompt([{"role": "user", "content": prompt}]) for prompt in asked]
         if len(prompts) == 1 and params.n == 1 and not options.jsonl:
-            _print_growing(engine.stream(prompts, params, add_special_tokens=not chat))
-            return
-        # On a terminal the results themselves show how far it is, and a bar would be in their way.
-        with progress(len(prompts), shown=not options.quiet and not sys.stdout.isatty()) as report:
-            results = in_order(engine, prompts, params, add_special_tokens=not chat, report=report)
-            for index, (prompt, result) in enumerate(zip(asked, results, strict=True)):
-                if options.jsonl:
-                    _print_json(index, prompt, result)
-                elif result.error is None:
-                    _print_text(result, several=len(prompts) > 1)
-                if result.error is not None:
-                    failed.append(f"prompt {prompt!r}: {result.error}")
+            last = _print_growing(engine.stream(prompts, params, add_special_tokens=not chat))
+            failed += _failures(asked[0], last)
+        else:
+            # On a terminal the results themselves show how far it is, and a bar would be in their way.
+            with progress(len(prompts), shown=not options.quiet and not sys.stdout.isatty()) as report:
+                results = in_order(engine, prompts, params, add_special_tokens=not chat, report=report)
+                for index, (prompt, result) in enumerate(zip(asked, results, strict=True)):
+                    if options.jsonl:
+                        _print_json(index, prompt, result)
+                    elif result.error is None:
+                        _print_text(result, several=len(prompts) > 1)
+                    failed += _failures(prompt, result)
     if failed:
         raise InvalidRequestError("; ".join(failed))
+
+
+def _failures(prompt: str, result: Any) -> list[str]:
+    """Why the prompt was refused, or samples of it ended as errors."""
+    errors = (result.error, *(output.error for output in result.outputs))
+    return [f"prompt {prompt!r}: {error}" for error in errors if error is not None]
 
 
 def _prompts(options: argparse.Namespace) -> list[str]:
@@ -208,13 +214,14 @@ def _dtype(options: argparse.Namespace) -> Any:
     return getattr(torch, options.dtype)
 
 
-def _print_growing(results: Iterable[Any]) -> None:
-    """Text as it comes; a stop string never shows, since results hold back what may become one."""
-    shown = 0
+def _print_growing(results: Iterable[Any]) -> Any:
+    """Text as it comes, and the last result; a stop string never shows, since what may become one is held back."""
+    shown, result = 0, None
     for result in results:
         print(result.text[shown:], end="", flush=True)
         shown = len(result.text)
     print()
+    return result
 
 
 def _print_text(result: Any, *, several: bool) -> None:
@@ -240,6 +247,8 @@ def _print_json(index: int, prompt: str, result: Any) -> None:
             "num_cached_tokens": result.num_cached_tokens,
             "seconds": round(output.seconds, 3),
         }
+        if output.error is not None:
+            row["error"] = str(output.error)
         if output.logprobs is not None:
             names = ("token_ids", "logprobs", "ranks")
             row["logprobs"] = {name: getattr(output.logprobs, name).tolist() for name in names}

@@ -5,7 +5,8 @@ leaves the old one, and going back is taking an old one.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -18,17 +19,21 @@ from purestep.pure.errors import (
     InvalidRequestError,
     StaleStateError,
 )
+from purestep.pure.records.drafter import HostDrafter
 from purestep.pure.records.params import Params
-from purestep.pure.records.sampling_params import SamplingParams, normalize, validate
+from purestep.pure.records.sampling_params import SamplingParams
 from purestep.pure.scheduler import make_queue, num_free
 from purestep.state.book import Book, add, fork, unused_stream
-from purestep.state.calls import Call
+from purestep.state.calls import Call, submitted
 from purestep.state.engine_moment import EngineMoment
+from purestep.state.grammars import Grammars
 from purestep.state.graph_api import CudaGraphs, GraphApi
 from purestep.state.loading.chat import render_chat
+from purestep.state.loading.tokenizer import Tokenizer
 from purestep.state.progress import progress as progress_bar
 from purestep.state.results import RequestOutput
 from purestep.state.setup import (
+    AnyDrafter,
     Sizes,
     Source,
     bind,
@@ -39,14 +44,16 @@ from purestep.state.setup import (
     resolve,
     scheduler_config,
     usable_device,
+    with_drafter_of,
 )
 from purestep.state.submission import (
     Prompt,
     check_request,
+    ids_of,
+    judged,
     listed,
     new_submission,
     one_each,
-    refused_output,
 )
 from purestep.state.transcript import new_transcript
 from purestep.state.turns import Turns
@@ -60,7 +67,9 @@ class Engine:
 
     `model` is a folder, a GGUF file, a hub id, a LoadedModel, (Model, Params), or None for SmolLM2. Weights in memory
     are moved to `device` and cast to `dtype`; those that are so already are shared with whoever has them. Further
-    keywords are the fields of `Sizes`. `seed` is that of requests that bring none.
+    keywords are the fields of `Sizes`. `seed` is that of requests that bring none. With a `drafter` a step verifies
+    several guesses at once: the tokens come sooner, and are the same or distributed alike. `draft_params` are its
+    weights if it has any. One on the host guesses between steps, so none is begun ahead of time then.
     """
 
     def __init__(
@@ -73,22 +82,29 @@ class Engine:
         seed: int = 0,
         kernels: Kernels | None = None,
         graph_api: GraphApi | None = None,
+        drafter: AnyDrafter = None,
+        draft_params: Params | None = None,
         **sizes: Any,
     ) -> None:
         wanted = Sizes(**sizes)
         place = usable_device(device)
-        self._loaded = resolve(model, dtype=dtype, device=place, tokenizer=tokenizer)
-        kv_config = kv_cache_of(self._loaded, wanted, dtype=dtype, device=place, kernels=kernels)
-        self.limits = limits_of(self._loaded, kv_config, wanted, seed=seed)
+        loaded = resolve(model, dtype=dtype, device=place, tokenizer=tokenizer)
+        self._loaded = with_drafter_of(loaded, drafter, draft_params, dtype=dtype, device=place)
+        how: Any = {"device": place, "kernels": kernels, "drafter": drafter}
+        kv_config = kv_cache_of(self._loaded, wanted, dtype=dtype, **how)
+        self.limits = limits_of(self._loaded, kv_config, wanted, seed=seed, drafter=drafter)
         if graph_api is None and place.type == "cuda" and wanted.cudagraph_mode:
             graph_api = CudaGraphs(place)
         keys = dispatch_keys_of(self._loaded.model, self.limits, wanted)
-        default_steps_ahead = 1 if place.type == "cuda" else 0
+        host_drafter = drafter if isinstance(drafter, HostDrafter) else None
+        default_steps_ahead = 1 if place.type == "cuda" and host_drafter is None else 0
         steps_ahead = default_steps_ahead if wanted.steps_ahead is None else wanted.steps_ahead
-        queue = make_queue(scheduler_config(self.limits, wanted, steps_ahead=steps_ahead))
-        bound = bind(self._loaded, self.limits, kv_config, device=place, kernels=kernels, graph_api=graph_api)
-        self.capture_report = capture(bound, keys, progress=wanted.capture_progress)
-        self._turns = Turns(bound, self.limits, queue, keys, steps_ahead)
+        config = scheduler_config(self.limits, wanted, steps_ahead=steps_ahead, drafter=drafter)
+        queue = make_queue(config)
+        bound = bind(self._loaded, self.limits, kv_config, graph_api=graph_api, **how)
+        self.capture_report = capture(bound, keys, wanted)
+        grammars = Grammars(self._loaded, vocab_size=self.limits.vocab_size)
+        self._turns = Turns(bound, self.limits, queue, keys, grammars, steps_ahead, host_drafter)
         self._num_calls = 0
 
     # Online use
@@ -107,13 +123,13 @@ class Engine:
 
         Raises:
             InvalidRequestError: and its kinds, for a request that can not be served; nothing has changed then.
+            ReentrantCallError: the call comes from inside a step, from a logits processor say.
         """
         self._turns.ready()
         params = self.default_params() if sampling_params is None else sampling_params
         check_request(req_id, params, priority, stream)
         limits = self.limits
-        validate(params, limits.vocab_size, limits.max_model_len, eos_token_ids=limits.eos_token_ids)
-        params = normalize(params)
+        params = judged(params, limits, self._turns.grammars)
         book, tokenizer = self._book, self._loaded.tokenizer
         if req_id in book.numbers:
             raise DuplicateRequestError(
@@ -147,8 +163,12 @@ class Engine:
             raise
 
     def abort(self, req_ids: str | Iterable[str]) -> list[RequestOutput]:
-        """Stop requests; what they have so far. Ids that are not in use are ignored: they may just have ended."""
-        return self._turns.abort([req_ids] if isinstance(req_ids, str) else list(req_ids))
+        """Stop requests; what they have so far, each once. Ids that are not in use are ignored: they may have ended.
+
+        Raises:
+            InvalidRequestError: what is no id.
+        """
+        return self._turns.abort(ids_of(req_ids))
 
     # Going back and branching
 
@@ -171,7 +191,10 @@ class Engine:
 
         Raises:
             StaleStateError: a moment that is closed or of another engine, or the engine is closed.
+            InvalidRequestError: what is no moment.
         """
+        if not isinstance(moment, EngineMoment):
+            raise InvalidRequestError(f"rewind({moment!r}): give a moment, which remember() returned")
         self._turns.rewind(moment)
 
     def fork(
@@ -193,12 +216,13 @@ class Engine:
             DuplicateRequestError: the new id is in use.
             OutOfRowsError, OutOfBlocksError: no room for it beside its parent. Nothing has changed then.
         """
+        check_request(req_id, ANY_PARAMS, 0, None)
         check_request(new_req_id, ANY_PARAMS, 0, stream)
         if keep_stream and stream is not None:
             raise InvalidRequestError(
                 f"fork as {new_req_id!r}: stream={stream} and keep_stream: give one of them"
             )
-        book, sample_id = fork(self._turns.ready().book, req_id, new_req_id, sample)
+        book, sample_id = fork(self._turns.settled().book, req_id, new_req_id, sample)
         if stream is None and not keep_stream:
             stream, book = unused_stream(book, 1)
         self._turns.fork(sample_id, new_req_id, stream=stream, book=book)
@@ -278,6 +302,11 @@ class Engine:
         """The sampling parameters that the model's makers recommend, with changes."""
         return SamplingParams(**(self._loaded.generation_defaults | changes))
 
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer, or the one that was given: `encode` and `decode`; None if it has none."""
+        return self._loaded.tokenizer
+
     # Weights and memory
 
     @property
@@ -303,6 +332,7 @@ class Engine:
 
     def close(self) -> None:
         """Give the memory back. What was submitted is dropped, and every other method fails from here on."""
+        self._turns.refuse_reentry()
         bound = self._turns.bound
         if bound.captured is not None:
             bound.captured.clear()
@@ -330,42 +360,29 @@ class Engine:
         return num_free(self._turns.swept().queue)
 
     @property
+    def turns(self) -> Turns:
+        """Its steps, one by one, and what is known between them; `purestep.state.bare` runs them without the engine."""
+        return self._turns
+
+    @property
     def _book(self) -> Book:
         return self._turns.now.book
 
-    @contextmanager
     def _submitted(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         on_error: str,
         add_special_tokens: bool,
-    ) -> Iterator[Call]:
+    ) -> AbstractContextManager[Call]:
         """These prompts, submitted. Whatever ends the block, none of them runs on."""
         all_prompts = listed(prompts)
         params = one_each(sampling_params, len(all_prompts))
         if on_error not in ("raise", "return"):
             raise InvalidParameterError(f"on_error={on_error!r}: it is 'raise' or 'return'")
         names = self._call_names(len(all_prompts))
-        own, refused, stream = dict[int, str](), dict[str, RequestOutput](), 0
-        try:
-            for i, (name, prompt, wanted) in enumerate(zip(names, all_prompts, params, strict=True)):
-                number = self._book.num_submitted
-                try:
-                    place = None if getattr(wanted, "seed", None) is None else stream
-                    self.add_request(
-                        name, prompt, wanted, stream=place, add_special_tokens=add_special_tokens
-                    )
-                    own[number] = name
-                except InvalidRequestError as error:
-                    if on_error == "raise":
-                        error.add_note(f"This is prompt {i} of {len(all_prompts)}; none of them was run.")
-                        raise
-                    refused[name] = refused_output(name, prompt, error)
-                stream += wanted.n if isinstance(wanted, SamplingParams) and type(wanted.n) is int else 1
-            yield Call(self._turns, names, own, refused)
-        finally:
-            self.abort(names)
+        add = partial(self.add_request, add_special_tokens=add_special_tokens)
+        return submitted(self._turns, names, all_prompts, params, add, raises=on_error == "raise")
 
     def _call_names(self, count: int) -> tuple[str, ...]:
         """Ids for the prompts of a call that nobody uses."""

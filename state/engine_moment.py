@@ -3,14 +3,15 @@
 import weakref
 from collections import deque
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import attrs
 
 from purestep.pure.errors import StaleStateError
 from purestep.pure.records.batch import InputBatch
 from purestep.pure.records.queue import Queue
-from purestep.state.book import Book, InFlight
+from purestep.state.book import Book
+from purestep.state.flights import InFlight
 from purestep.state.moments import Moment
 
 
@@ -22,6 +23,7 @@ class Known:
     batch: InputBatch
     book: Book
     in_flight: tuple[InFlight, ...]
+    kept: Any = None  # what a drafter on the host kept
 
 
 class EngineMoment:

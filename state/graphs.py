@@ -20,8 +20,10 @@ from purestep.kernels.types import Kernels
 from purestep.pure.errors import CaptureError
 from purestep.pure.models.model import Model
 from purestep.pure.padding import capture_layout
+from purestep.pure.propose import propose
 from purestep.pure.record import record, replace
 from purestep.pure.records.dispatch import BatchExecution, CUDAGraphMode
+from purestep.pure.records.drafter import Drafter
 from purestep.pure.records.inputs import BatchDescriptor, StepInputs
 from purestep.pure.records.layout import SamplerShape
 from purestep.pure.records.outputs import StepOutput
@@ -30,6 +32,7 @@ from purestep.pure.records.state import ExecuteModelState, StepState
 from purestep.pure.step import execute, sample, unroll
 from purestep.state.buffers import PersistentBuffers, leaves
 from purestep.state.graph_api import Graph, GraphApi
+from purestep.state.pending import Sender, ToHost
 from purestep.state.pieces import CapturedPieces, Places, capture_pieces
 
 
@@ -41,6 +44,7 @@ class GraphKey:
     sampler: SamplerShape | None  # None: whatever is sampled
     num_steps: int = 1
     half: Literal["execute", "sample"] | None = None  # None: whole steps
+    num_drafts: int = 0  # that a request may have verified; the model's pieces are the same for any
 
 
 @record
@@ -65,18 +69,29 @@ class CapturedSteps:
     """The graphs of one bound step, all on the same buffers and parameters."""
 
     def __init__(
-        self, model: Model, params: Params, buffers: PersistentBuffers, kernels: Kernels, api: GraphApi
+        self,
+        model: Model,
+        params: Params,
+        buffers: PersistentBuffers,
+        kernels: Kernels,
+        api: GraphApi,
+        *,
+        drafter: Drafter | None = None,
     ) -> None:
         self._model = model
         self._params = params
         self._buffers = buffers
         self._kernels = kernels
         self._api = api
+        self._drafter = drafter
         self._graphs: dict[GraphKey, Graph] = {}
+        self._senders: dict[GraphKey, tuple[Sender[StepOutput], ...]] = {}  # of the graphs' results
         self._pieces: dict[GraphKey, CapturedPieces] = {}
         self._places = Places()
         self._execute: GraphKey | None = None  # the last one captured, while its samples may follow
         self._shapes: list[SamplerShape] = []  # those captured, the cheapest first
+        self._wanted: tuple[GraphKey, ...] = ()  # what was to be captured, and is unless that was interrupted
+        self._before: CapturedSteps | None = None  # who has it yet
 
     def __contains__(self, key: GraphKey) -> bool:
         return key in self._graphs or key in self._pieces
@@ -89,10 +104,23 @@ class CapturedSteps:
         """What is captured, in the order of capture."""
         return (*self._pieces, *self._graphs)
 
-    def take(self, other: "CapturedSteps") -> None:
-        """Have another's graphs, which are of the same step on the same storage; it has none afterwards."""
+    def share(self, other: "CapturedSteps") -> None:
+        """Have another's graphs, which are of the same step on the same storage."""
         self._graphs, self._pieces, self._shapes = other._graphs, other._pieces, other._shapes
-        other._graphs, other._pieces, other._shapes = {}, {}, []
+        self._wanted = other._wanted
+
+    def follow(self, other: "CapturedSteps") -> None:
+        """Have nothing yet of what another has; `complete` captures it, and takes it from the other."""
+        self._wanted, self._before = other._wanted, other
+
+    def complete(self) -> None:
+        """Capture what was to be captured, if anything of it is missing."""
+        if len(self._graphs) + len(self._pieces) < len(self._wanted):
+            if self._before is not None:
+                self._before.clear()  # there may be no room for both
+            self._before = None
+            self._drop()
+            self.capture(self._wanted)
 
     def capture(
         self, keys: Sequence[GraphKey], *, watch: Callable[[Iterable[GraphKey]], Iterable[GraphKey]] = iter
@@ -112,8 +140,18 @@ class CapturedSteps:
                 `execute` whose logits it reads, or another such `sample`.
         """
         begun, num_bytes = time.monotonic(), self._api.num_bytes()
+        self._wanted = tuple(dict.fromkeys((*self._wanted, *keys)))
+        try:
+            self._capture(watch(keys))
+        except Exception:
+            self._wanted = self.keys
+            raise
+        seconds = time.monotonic() - begun
+        return CaptureReport(len(self), seconds, self._api.num_bytes() - num_bytes)
+
+    def _capture(self, keys: Iterable[GraphKey]) -> None:
         with _frozen_gc(), self._buffers.put_back():
-            for key in watch(keys):
+            for key in keys:
                 if key in self:
                     continue
                 if key.half == "execute":
@@ -133,11 +171,9 @@ class CapturedSteps:
                 if key.sampler is not None:
                     self._shapes = sorted({*self._shapes, key.sampler}, key=_cost)
             self._disown_execute()
-        seconds = time.monotonic() - begun
-        return CaptureReport(len(self), seconds, self._api.num_bytes() - num_bytes)
 
     def covering(
-        self, execution: BatchExecution, sampler: SamplerShape, *, num_steps: int = 1
+        self, execution: BatchExecution, sampler: SamplerShape, *, num_steps: int = 1, num_drafts: int = 0
     ) -> GraphKey | None:
         """The key of what was captured that runs this batch exactly, the least that does; None: run it eagerly.
 
@@ -146,7 +182,7 @@ class CapturedSteps:
         if execution.cudagraph_mode is CUDAGraphMode.PIECEWISE:
             key = GraphKey(execution.descriptor, None)
             return key if key in self._pieces and num_steps == 1 else None
-        return self._least(GraphKey(execution.descriptor, sampler, num_steps))
+        return self._least(GraphKey(execution.descriptor, sampler, num_steps, num_drafts=num_drafts))
 
     def sampling(self, executed: GraphKey, sampler: SamplerShape) -> GraphKey | None:
         """The key of the captured `sample` behind this captured `execute`; None: sample eagerly."""
@@ -160,12 +196,14 @@ class CapturedSteps:
                 return key
         return None
 
-    def replay(self, key: GraphKey) -> tuple[StepOutput, ...]:
-        """Run the steps of this key on what the buffers hold; what they return lies where the next replay writes."""
+    def replay(self, key: GraphKey) -> tuple[ToHost[StepOutput], ...]:
+        """Run the steps of this key on what the buffers hold; what they return is on its way to the host."""
         graph = self._graphs[key]
         graph.replay()
-        outputs: tuple[StepOutput, ...] = graph.result
-        return outputs
+        senders = self._senders.get(key)
+        if senders is None:
+            senders = self._senders[key] = tuple(map(Sender, graph.result))
+        return tuple([sender.send() for sender in senders])
 
     def replay_execute(self, key: GraphKey) -> Half:
         """Run a step up to its logits; no other replay but that of its `sample` may come before they are used up."""
@@ -180,7 +218,12 @@ class CapturedSteps:
 
     def clear(self) -> None:
         """Drop every graph, and with them their memory."""
+        self._wanted = ()
+        self._drop()
+
+    def _drop(self) -> None:
         self._graphs.clear()
+        self._senders.clear()
         self._pieces.clear()
         self._places = Places()
         self._shapes = []
@@ -188,7 +231,9 @@ class CapturedSteps:
     def _state(self, key: GraphKey) -> StepState:
         """The buffers, in a layout of nothing but padding."""
         sampler = SamplerShape() if key.sampler is None else key.sampler
-        return self._buffers.laid_out(capture_layout(key.descriptor, self._buffers.limits, sampler=sampler))
+        limits, num_drafts = self._buffers.limits, key.num_drafts
+        layout = capture_layout(key.descriptor, limits, sampler=sampler, num_drafts=num_drafts)
+        return self._buffers.laid_out(layout)
 
     def _disown_execute(self) -> None:
         """Let those that are captured from now on have the memory of the last `execute`: its samples are captured."""
@@ -199,10 +244,10 @@ class CapturedSteps:
     def _recorded(self, key: GraphKey) -> Callable[[], Any]:
         """The function to record on the buffers: steps, or a half of one."""
         state, kernels = self._state(key), self._kernels
-        model, params = self._model, self._params
+        model, params, drafter = self._model, self._params, self._drafter
 
         def steps() -> tuple[StepOutput, ...]:
-            after, outputs = unroll(model, params, state, key.num_steps, kernels=kernels)
+            after, outputs = unroll(model, params, state, key.num_steps, kernels=kernels, drafter=drafter)
             _check_in_place(state, after)
             return outputs
 
@@ -214,7 +259,9 @@ class CapturedSteps:
 
         def sampling() -> tuple[StepOutput, ...]:
             executed = ExecuteModelState(state, half.inputs, half.logits, half.hidden_states)
-            after, output = sample(executed, kernels=kernels)
+            after, output = propose(
+                drafter, params, executed, *sample(executed, kernels=kernels), kernels=kernels
+            )
             _check_in_place(state, after)
             return (output,)
 
@@ -263,8 +310,8 @@ def _frozen_gc() -> Iterator[None]:
     """No garbage collection: it could free memory in the midst of a capture, which CUDA forbids."""
     gc.collect()
     enabled = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         if enabled:

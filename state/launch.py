@@ -1,25 +1,33 @@
 """`launch`: a batch's step, in one launch where one is enough, in two where the host has something to do in between.
 
-Two it takes for log-probabilities of prompts, which are made of the hidden states, and for what sampling takes beside
-the state (logits processors, chosen ids). The first half is captured or not, as ever; sampling then runs eagerly.
+Two it takes for log-probabilities of prompts, which are made of the hidden states, for the masks of grammars, and for
+what sampling takes beside the state (logits processors, chosen ids). The first half is captured or not, as ever; with
+the latter sampling runs eagerly.
 """
 
-from collections.abc import Container
+from collections.abc import Callable, Container, Mapping
+from types import MappingProxyType
 
 import attrs
 
 from purestep.pure.dispatch import determine_batch_execution_and_padding
+from purestep.pure.errors import PurestepError
+from purestep.pure.grammar import GrammarMask, grammar_mask
 from purestep.pure.padding import pad_batch
 from purestep.pure.plan import plan_step
 from purestep.pure.prompt_logprobs import PromptChunk, prompt_chunks
 from purestep.pure.records.batch import InputBatch
 from purestep.pure.records.dispatch import CUDAGraphMode, DispatchKeys
+from purestep.pure.records.scheduler_output import GrammarOutput
 from purestep.state.async_output import ScoredChunk
 from purestep.state.graphs import GraphKey
+from purestep.state.guarded import guarded
 from purestep.state.lease import Leased
-from purestep.state.pending import Pending, ToHost
+from purestep.state.pending import Pending, to_host
 from purestep.state.run import BoundStep, run
-from purestep.state.two_phase import dispatched, execute, prompt_logprobs, sample
+from purestep.state.two_phase import Executed, dispatched, execute, prompt_logprobs, sample
+
+NOBODY: Mapping[int, PurestepError] = MappingProxyType({})
 
 
 @attrs.frozen
@@ -29,12 +37,25 @@ class Launched:
     leased: Leased
     pending: Pending
     prompts: tuple[ScoredChunk, ...] = ()  # parts of prompts that it scored
+    failed: Mapping[int, PurestepError] = NOBODY  # by place in the batch: their tokens are none
+
+
+Masks = Callable[[], tuple[GrammarOutput, Mapping[int, PurestepError]]]
 
 
 def launch(
-    bound: BoundStep, leased: Leased, batch: InputBatch, keys: DispatchKeys, *, unscored: Container[str]
+    bound: BoundStep,
+    leased: Leased,
+    batch: InputBatch,
+    keys: DispatchKeys,
+    *,
+    unscored: Container[str],
+    masks: Masks,
 ) -> Launched:
     """Begin the step of this batch. The prompts of `unscored` are scored, as far as the step runs them.
+
+    Where requests have grammars, `masks` is called while the forward pass runs: it gives the masks, and the requests
+    that can have none.
 
     Raises:
         StaleStateError, PlanBaseError, DispatchError: as `run`.
@@ -43,14 +64,33 @@ def launch(
     chunks: tuple[PromptChunk, ...] = ()
     if sampler.prompt_logprobs:
         chunks = tuple([chunk for chunk in prompt_chunks(batch, unscored) if chunk.targets])
-    if not chunks and not sampler.extras:
+    if not chunks and not sampler.extras and not sampler.grammar:
         padded, key = whole_step(bound, keys, batch, absorbed)
         return Launched(*run(bound, leased, plan_step(padded, absorbed), key=key))
     padded, key = dispatched(bound, keys, batch, absorbed)
     executed = execute(bound, leased, plan_step(padded, absorbed), key=key)
-    scores = [ToHost(rows) for rows in prompt_logprobs(bound, executed, chunks)]
+    scores = [to_host(rows) for rows in prompt_logprobs(bound, executed, chunks)]
     prompts = tuple(map(ScoredChunk, chunks, scores))
-    return Launched(*sample(bound, executed), prompts)
+    mask, failed = None, dict[int, PurestepError]()
+    if sampler.grammar:
+        grammar, without = masks()
+        mask = _by_row(grammar, executed)
+        failed.update(without)
+    extras = guarded(executed.batch, failed)
+    return Launched(*sample(bound, executed, grammar=mask, extras=extras), prompts, failed)
+
+
+def _by_row(grammar: GrammarOutput, executed: Executed) -> GrammarMask:
+    """The masks by row of logits; padding has none."""
+    batch = executed.batch
+    return grammar_mask(
+        grammar,
+        batch.req_ids,
+        {},
+        num_rows=batch.layout.bounds.num_reqs * (1 + batch.layout.bounds.num_drafts),
+        vocab_size=batch.limits.vocab_size,
+        num_drafts=batch.layout.bounds.num_drafts,
+    )
 
 
 def whole_step(
@@ -63,7 +103,8 @@ def whole_step(
     execution = determine_batch_execution_and_padding(keys, batch.layout.bounds)
     if execution.cudagraph_mode is CUDAGraphMode.NONE:
         return batch, None
-    key = captured.covering(execution, batch.layout.bounds.sampler)
+    bounds = batch.layout.bounds
+    key = captured.covering(execution, bounds.sampler, num_drafts=bounds.num_drafts)
     if key is None:
         return batch, None
     return pad_batch(batch, execution.descriptor, before=absorbed.layout), key

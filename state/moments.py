@@ -1,9 +1,9 @@
 """The moves on whole states: `remember` where a device is, `rewind` to it from anywhere, `rerun` what was run then.
 
-A moment copies what is overwritten: the ledger, and the token ids of its rows, 4 bytes a token, since rows are given to
-others. Keys and values stay where they are: below a request's length they never change while somebody holds their
-blocks. Who gives blocks to requests has to count the moment as a holder of `moment.blocks`, and to have a block copied
-that others hold before it is written; `hold` and `schedule` of `purestep.pure.scheduler` do.
+A moment copies what is overwritten: the ledger, drafts, and the token ids of its rows, 4 bytes a token, since rows
+are given to others. Keys and values stay where they are: below a request's length they never change while somebody
+holds their blocks. Who gives blocks to requests has to count the moment as a holder of `moment.blocks`, and to have a
+block copied that others hold before it is written; `hold` and `schedule` of `purestep.pure.scheduler` do.
 """
 
 import weakref
@@ -23,7 +23,7 @@ from purestep.pure.plan import plan_step
 from purestep.pure.record import replace
 from purestep.pure.records.batch import InputBatch
 from purestep.pure.records.plan import StepPlan
-from purestep.state.buffers import PersistentBuffers
+from purestep.state.buffers import PersistentBuffers, overwritten
 from purestep.state.graphs import GraphKey
 from purestep.state.lease import Leased
 from purestep.state.pending import Pending
@@ -37,7 +37,7 @@ class Moment:
 
     batch: InputBatch  # what the host knew; the next step follows from it
     absorbed: InputBatch  # what the device's host-written leaves reflected
-    ledger: Int32[Tensor, "columns rows"]
+    overwritten: tuple[Tensor, ...]
     rows: Int32[Tensor, " used"]  # those in use
     token_ids: Int32[Tensor, "used longest"]  # of these rows
     step: int  # generation of the buffers
@@ -57,7 +57,7 @@ class Moment:
     @property
     def nbytes(self) -> int:
         """Bytes of device memory that it takes beside the blocks."""
-        return self.ledger.nbytes + self.rows.nbytes + self.token_ids.nbytes
+        return sum(tensor.nbytes for tensor in (*self.overwritten, self.rows, self.token_ids))
 
     def buffers_of(self, leased: Leased) -> PersistentBuffers:
         """The buffers that it is of.
@@ -90,7 +90,7 @@ def remember(leased: Leased, batch: InputBatch) -> Moment:
         return Moment(
             batch=batch,
             absorbed=absorbed,
-            ledger=state.ledger.table.clone(),
+            overwritten=tuple([leaf.clone() for leaf in overwritten(state)]),
             rows=rows,
             token_ids=state.token_ids[rows, :longest],
             step=leased.generation,
@@ -118,7 +118,8 @@ def rewind(moment: Moment, leased: Leased) -> Leased:
         if not inbox.is_empty:
             staged = replace(state, inbox=stage(inbox, buffers.device))
             state = buffers.place(absorb(staged, kernels=donating))
-        state.ledger.table.copy_(moment.ledger)
+        for leaf, copy in zip(overwritten(state), moment.overwritten, strict=True):
+            leaf.copy_(copy)
         state.token_ids[moment.rows, : moment.token_ids.shape[1]] = moment.token_ids
     return buffers.adopt(state, moment.absorbed)
 

@@ -1,8 +1,8 @@
 """`Pending`: a step's output on its way to the host."""
 
-from collections.abc import Sequence
 from typing import Generic, TypeVar
 
+import attrs
 import numpy as np
 import torch
 import torch.utils._pytree as pytree
@@ -16,6 +16,74 @@ T = TypeVar("T")
 PACKED_BYTES = 2**16  # allocations up to which it costs less to copy all of one than to launch several copies
 
 
+@attrs.frozen
+class Place:
+    """Where a tensor lies in its allocation."""
+
+    dtype: np.dtype[np.generic]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # bytes
+    offset: int  # bytes
+
+    @staticmethod
+    def of(leaf: Tensor) -> "Place":
+        """The place of this tensor."""
+        size = leaf.itemsize
+        dtype = torch.empty(0, dtype=leaf.dtype).numpy().dtype
+        strides = tuple([step * size for step in leaf.stride()])
+        return Place(dtype, tuple(leaf.shape), strides, int(leaf.storage_offset()) * size)
+
+    def within(self, allocation: np.ndarray) -> np.ndarray:
+        """What lies there in a copy of the allocation, uint8."""
+        return np.ndarray(self.shape, self.dtype, allocation.data, self.offset, self.strides)
+
+
+class Sender(Generic[T]):
+    """How a tree of tensors is copied to the host, worked out once for what lies in the same place after every step.
+
+    Tensors that share a small allocation on a GPU come in one copy.
+    """
+
+    __slots__ = ("_is_cuda", "_places", "_sources", "_spec")
+
+    def __init__(self, tree: T) -> None:
+        leaves, self._spec = pytree.tree_flatten(tree)
+        self._is_cuda = any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in leaves)
+        self._sources: list[Tensor] = []
+        self._places: list[
+            tuple[int, Place | None] | None
+        ] = []  # which source, and where in it if it is more
+        found: dict[int, int] = {}
+        for leaf in leaves:
+            if leaf is None:
+                self._places.append(None)
+                continue
+            storage = leaf.untyped_storage()
+            if not leaf.is_cuda or storage.nbytes() > PACKED_BYTES:
+                self._places.append((len(self._sources), None))
+                self._sources.append(leaf)
+                continue
+            if storage.data_ptr() not in found:
+                found[storage.data_ptr()] = len(self._sources)
+                self._sources.append(torch.empty(0, dtype=torch.uint8, device=leaf.device).set_(storage))
+            self._places.append((found[storage.data_ptr()], Place.of(leaf)))
+
+    def send(self) -> "ToHost[T]":
+        """Copy what the tensors hold now."""
+        event = None
+        copies = [_on_its_way(source) for source in self._sources]
+        if self._is_cuda:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        return ToHost(self, copies, event)
+
+    def unpacked(self, copies: list[np.ndarray]) -> T:
+        """The tree, of copies of what was sent."""
+        leaves = [place and _found(copies[place[0]], place[1]) for place in self._places]
+        tree: T = pytree.tree_unflatten(leaves, self._spec)
+        return tree
+
+
 class ToHost(Generic[T]):
     """A tree of tensors on its way to the host; `result` waits for it.
 
@@ -23,22 +91,18 @@ class ToHost(Generic[T]):
     behind what made the tensors; `result` waits for them and for nothing that came later.
     """
 
-    __slots__ = ("_event", "_leaves", "_spec")
+    __slots__ = ("_copies", "_event", "_sender")
 
-    def __init__(self, tree: T) -> None:
-        leaves, self._spec = pytree.tree_flatten(tree)
-        self._event: torch.cuda.Event | None = None
-        self._leaves = _sent(leaves)
-        if any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in leaves):
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
+    def __init__(self, sender: Sender[T], copies: list[Tensor], event: torch.cuda.Event | None) -> None:
+        self._sender = sender
+        self._copies = copies
+        self._event = event
 
     def result(self) -> T:
         """The same tree of numpy arrays."""
         if self._event is not None:
             self._event.synchronize()
-        tree: T = pytree.tree_unflatten([_as_numpy(leaf) for leaf in self._leaves], self._spec)
-        return tree
+        return self._sender.unpacked([copy.numpy() for copy in self._copies])
 
 
 class Pending:
@@ -46,47 +110,26 @@ class Pending:
 
     __slots__ = ("_output", "batch")
 
-    def __init__(self, batch: InputBatch, output: StepOutput) -> None:
+    def __init__(self, batch: InputBatch, output: ToHost[StepOutput]) -> None:
         self.batch = batch
-        self._output = ToHost(output)
+        self._output = output
 
     def result(self) -> StepOutput:
         """The output on the host, numpy arrays in the order of `batch.req_ids`."""
         return self._output.result()
 
 
-def _sent(leaves: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The leaves on the host, or on their way there; those that share a small allocation come in one copy."""
-    allocations: dict[int, Tensor] = {}
-    sent = []
-    for leaf in leaves:
-        if leaf is None or not leaf.is_cuda or leaf.untyped_storage().nbytes() > PACKED_BYTES:
-            sent.append(_on_its_way(leaf))
-            continue
-        storage = leaf.untyped_storage()
-        address = storage.data_ptr()
-        if address not in allocations:
-            whole = torch.empty(0, dtype=torch.uint8, device=leaf.device).set_(storage)
-            allocations[address] = _pinned(whole)
-        sent.append(like(leaf, allocations[address]))
-    return sent
+def to_host(tree: T) -> ToHost[T]:
+    """Send a tree of tensors that is sent once."""
+    return Sender(tree).send()
 
 
-def like(leaf: Tensor, data: Tensor) -> Tensor:
-    """The tensor that lies in `data`, bytes of an allocation, where `leaf` lies in its own."""
-    words = data[: len(data) // leaf.itemsize * leaf.itemsize].view(leaf.dtype)
-    return words.as_strided(leaf.shape, leaf.stride(), leaf.storage_offset())
+def _found(copy: np.ndarray, place: Place | None) -> np.ndarray:
+    return copy if place is None else place.within(copy)
 
 
-def _on_its_way(leaf: Tensor | None) -> Tensor | None:
-    if leaf is None:
-        return None
-    return _pinned(leaf) if leaf.is_cuda else leaf.clone()
-
-
-def _pinned(leaf: Tensor) -> Tensor:
-    return torch.empty(leaf.shape, dtype=leaf.dtype, pin_memory=True).copy_(leaf, non_blocking=True)
-
-
-def _as_numpy(leaf: Tensor | None) -> np.ndarray | None:
-    return None if leaf is None else leaf.detach().numpy()
+def _on_its_way(source: Tensor) -> Tensor:
+    source = source.detach()
+    if not source.is_cuda:
+        return source.clone()
+    return torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source, non_blocking=True)

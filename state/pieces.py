@@ -89,7 +89,7 @@ def capture_pieces(
         step_inputs = prepare_inputs(state, kernels=kernels)
         inputs = pytree.tree_map(torch.clone, preprocess(step_inputs))
         recorder = _Recorder(model, params, inputs, kernels=kernels, api=api, places=places)
-        metadata = build_attention_metadata(state, step_inputs)
+        metadata = build_attention_metadata(state, step_inputs, kernels=kernels)
         model_forward(model, params, inputs, state.kv, metadata, kernels=kernels, call=recorder.call)
     for segment in recorder.segments:
         segment.graph.disown()

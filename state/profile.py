@@ -15,12 +15,13 @@ from purestep.pure.dispatch import determine_batch_execution_and_padding
 from purestep.pure.errors import DeviceMemoryError, DispatchError
 from purestep.pure.padding import dummy_layout, dummy_query_lens, pad_layout
 from purestep.pure.record import replace
+from purestep.pure.records.batch import BatchLimits
 from purestep.pure.records.dispatch import CUDAGraphMode, DispatchKeys
 from purestep.pure.records.layout import Layout, SamplerShape, sampler_features, sampler_shape
 from purestep.pure.records.outputs import StepOutput
 from purestep.pure.records.sampling_params import SamplingParams
 from purestep.pure.records.sampling_rows import NUM_FLOATS, SamplingRows, packed_row
-from purestep.pure.records.state import LEDGER_COLUMNS, ExecuteModelState, Ledger, StepState
+from purestep.pure.records.state import LEDGER_COLUMNS, ExecuteModelState, StepState
 from purestep.pure.step import execute, sample
 from purestep.state.device_memory import DeviceMemory
 from purestep.state.graphs import GraphKey
@@ -98,11 +99,29 @@ def profile_run(bound: BoundStep, max_num_tokens: int) -> None:
     Raises:
         DeviceMemoryError: the device has not enough memory for them.
     """
-    num_decodes = min(max_num_tokens, bound.buffers.limits.max_num_reqs)
-    for num_tokens, query_len in ((max_num_tokens, None), (num_decodes, 1)):
+    for num_tokens, query_len in _profiled(bound.buffers.limits, max_num_tokens):
         executed = dummy_run(bound, num_tokens, uniform_query_len=query_len)
         assert executed is not None
         dummy_sampler(bound, executed)
+
+
+def profile_layouts(limits: BatchLimits, max_num_tokens: int) -> list[Layout]:
+    """The layouts of the steps that `profile_run` runs."""
+    sampler = _dummy_shape(limits.vocab_size)
+    return [
+        dummy_layout(
+            dummy_query_lens(num_tokens, limits.max_num_reqs, uniform_query_len=query_len),
+            limits,
+            sampler=sampler,
+            max_seq_len=limits.max_model_len,
+        )
+        for num_tokens, query_len in _profiled(limits, max_num_tokens)
+    ]
+
+
+def _profiled(limits: BatchLimits, max_num_tokens: int) -> tuple[tuple[int, int | None], ...]:
+    """Tokens, and tokens of each request if they are all alike."""
+    return (max_num_tokens, None), (min(max_num_tokens, limits.max_num_reqs), 1)
 
 
 def determine_available_memory(
@@ -155,7 +174,9 @@ def _execute(
     rows = torch.tensor(layout.row_of_index, device=buffers.device)
     starts = torch.tensor(layout.query_start_loc, device=buffers.device)
     state = replace(
-        state, ledger=Ledger(state.ledger.table.clone()), layout=Layout(rows, starts, layout.bounds)
+        state,
+        ledger=replace(state.ledger, table=state.ledger.table.clone()),
+        layout=Layout(rows, starts, layout.bounds),
     )
     _wake(state, lens, context)
     if key is None:
@@ -192,7 +213,7 @@ def _graph_key(
         )
     if mode is CUDAGraphMode.NONE or bound.captured is None:
         return None
-    key = bound.captured.covering(execution, SamplerShape())
+    key = bound.captured.covering(execution, SamplerShape(), num_drafts=bounds.num_drafts)
     if key is None and wanted is not None:
         raise DispatchError(
             f"no graph of {execution.descriptor} is captured for {wanted.name}: capture it first, or ask for no mode"

@@ -1,12 +1,14 @@
 """What the engine gives back."""
 
+from collections.abc import Sequence
 from itertools import count
+from typing import overload
 
 import attrs
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from purestep.pure.errors import InvalidRequestError
+from purestep.pure.errors import InvalidRequestError, PurestepError
 from purestep.pure.record import record
 from purestep.pure.records.outputs import KeptMass, LogprobsTensors
 
@@ -31,23 +33,50 @@ class Logprob:
     rank: int  # 1 for the likeliest; ties count against the prompt's own token
 
 
-PromptLogprobs = tuple[dict[int, Logprob] | None, ...]
+PromptEntry = dict[int, Logprob] | None
 
 
-def prompt_logprobs(table: LogprobsTensors) -> PromptLogprobs:
+@attrs.frozen(eq=False)
+class PromptLogprobs(Sequence[PromptEntry]):
     """A prompt's table as upstream gives it: per token, those of it and of the likeliest ones, None for the first.
 
-    A row that was not computed is None too.
+    A row that was not computed is None too. An entry is made when it is looked at: a long prompt has many.
 
     Source: vllm/v1/engine/logprobs.py.
     """
-    entries: list[dict[int, Logprob] | None] = [None]
-    columns = (table.logprob_token_ids, table.logprobs, table.selected_token_ranks)
-    for ids, values, rank in zip(*(column.tolist() for column in columns), strict=True):
-        own = {ids[0]: Logprob(values[0], rank)}
-        likeliest = dict(zip(ids[1:], map(Logprob, values[1:], count(1)), strict=False))
-        entries.append(None if ids[0] < 0 else own | likeliest | own)
-    return tuple(entries)
+
+    table: LogprobsTensors | None  # of every token but the first, on the host; None: there is no other
+
+    def __len__(self) -> int:
+        return 1 + (0 if self.table is None else len(self.table.selected_token_ranks))
+
+    @overload
+    def __getitem__(self, place: int) -> PromptEntry: ...
+    @overload
+    def __getitem__(self, place: slice) -> tuple[PromptEntry, ...]: ...
+    def __getitem__(self, place: int | slice) -> PromptEntry | tuple[PromptEntry, ...]:
+        if isinstance(place, slice):
+            return tuple([self._entry(i) for i in range(len(self))[place]])
+        return self._entry(range(len(self))[place])
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == (tuple(other) if isinstance(other, PromptLogprobs) else other)
+
+    __hash__ = None  # type: ignore[assignment]  # its entries can be changed
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+    def _entry(self, place: int) -> PromptEntry:
+        if place == 0 or self.table is None:
+            return None
+        ids, values = (
+            column[place - 1].tolist() for column in (self.table.logprob_token_ids, self.table.logprobs)
+        )
+        if ids[0] < 0:
+            return None
+        own = {ids[0]: Logprob(values[0], int(self.table.selected_token_ranks[place - 1]))}
+        return own | dict(zip(ids[1:], map(Logprob, values[1:], count(1)), strict=False)) | own
 
 
 @attrs.frozen
@@ -59,6 +88,7 @@ class CompletionOutput:
     token_ids: tuple[int, ...]
     finish_reason: str | None = None  # stop, length, abort, error; None while it runs
     stop_reason: int | str | None = None  # the stop id or stop string that ended it; None for end-of-sequence
+    error: PurestepError | None = None  # why its finish_reason is "error"
     logprobs: SampleLogprobs | None = None
     id_logprobs: Float32[np.ndarray, "tokens ids"] | None = None  # of logprob_token_ids, in their order
     kept_mass: KeptMass | None = None

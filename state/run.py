@@ -12,7 +12,9 @@ from purestep.kernels.types import Kernels
 from purestep.pure.absorb import absorb
 from purestep.pure.errors import ExtrasError, PlanBaseError, StaleStateError
 from purestep.pure.models.model import Model, prepare_params
+from purestep.pure.propose import propose
 from purestep.pure.record import replace
+from purestep.pure.records.drafter import Drafter
 from purestep.pure.records.params import Params
 from purestep.pure.records.plan import StepPlan
 from purestep.pure.records.state import StepState
@@ -21,7 +23,7 @@ from purestep.state.buffers import PersistentBuffers
 from purestep.state.graph_api import GraphApi
 from purestep.state.graphs import CapturedSteps, GraphKey
 from purestep.state.lease import Leased
-from purestep.state.pending import Pending
+from purestep.state.pending import Pending, to_host
 from purestep.state.staging import stage
 from purestep.state.weights import same_storage
 
@@ -35,6 +37,7 @@ class BoundStep:
     params: Params
     kernels: Kernels
     graph_api: GraphApi | None = None
+    drafter: Drafter | None = None  # on the device: each step proposes drafts for the next one
     prepared: Params = attrs.field(init=False, repr=False)  # `params` as the kernels want them
     captured: CapturedSteps | None = attrs.field(init=False, repr=False)
 
@@ -46,19 +49,23 @@ class BoundStep:
     def _no_graphs(self) -> CapturedSteps | None:
         if self.graph_api is None:
             return None
-        return CapturedSteps(self.model, self.prepared, self.buffers, self.kernels, self.graph_api)
+        return CapturedSteps(
+            self.model, self.prepared, self.buffers, self.kernels, self.graph_api, drafter=self.drafter
+        )
 
 
 def rebind(bound: BoundStep, params: Params) -> BoundStep:
-    """The same step with other parameters. Graphs read fixed addresses: they stay if the tensors are the same ones."""
+    """The same step with other parameters; the old one stays as it is.
+
+    Graphs read fixed addresses: they are the same if the tensors are. Else `captured.complete()` makes them, and
+    drops the old ones.
+    """
     new = attrs.evolve(bound, params=params)
     if bound.captured is not None and new.captured is not None:
         if same_storage(bound.prepared.tree, new.prepared.tree):
-            new.captured.take(bound.captured)
+            new.captured.share(bound.captured)
         else:
-            keys = bound.captured.keys
-            bound.captured.clear()
-            new.captured.capture(keys)
+            new.captured.follow(bound.captured)
     return new
 
 
@@ -104,17 +111,26 @@ def run_unrolled(
     with torch.no_grad():
         state = begin(bound, leased, plans)
         if key is None:
-            state, outputs = unroll(bound.model, bound.prepared, state, num_steps, kernels=bound.kernels)
+            state, outputs = unroll(
+                bound.model, bound.prepared, state, num_steps, kernels=bound.kernels, drafter=bound.drafter
+            )
+            sent = tuple(map(to_host, outputs))
         else:
             assert captured is not None, "a key was given for a step without graphs"
             if key.sampler is None:
                 call = captured.pieces(key).call
                 executed = execute(bound.model, bound.prepared, state, kernels=bound.kernels, call=call)
-                state, output = sample(executed, kernels=bound.kernels)
-                outputs = (output,)
+                state, output = propose(
+                    bound.drafter,
+                    bound.prepared,
+                    executed,
+                    *sample(executed, kernels=bound.kernels),
+                    kernels=bound.kernels,
+                )
+                sent = (to_host(output),)
             else:
-                outputs = captured.replay(key)
-        pending = tuple(Pending(p.batch, output) for p, output in zip(plans, outputs, strict=True))
+                sent = captured.replay(key)
+        pending = tuple([Pending(p.batch, output) for p, output in zip(plans, sent, strict=True)])
     return buffers.adopt(state, plans[-1].batch), pending
 
 

@@ -13,13 +13,15 @@ from typing import Any
 
 import attrs
 
-from purestep.pure.errors import InvalidParameterError, SchedulerOutputError, StaleStateError
+from purestep.pure.errors import InvalidParameterError, PurestepError, SchedulerOutputError, StaleStateError
 from purestep.pure.grammar import GrammarMask, grammar_mask
 from purestep.pure.interop import grammar_output_from_vllm, scheduler_output_from_vllm
+from purestep.pure.models.stages import handed_over
 from purestep.pure.plan import plan_step
 from purestep.pure.prompt_logprobs import PromptChunk, prompt_chunks
 from purestep.pure.records.batch import InputBatch
 from purestep.pure.records.dispatch import DispatchKeys
+from purestep.pure.records.drafter import HostDrafter
 from purestep.pure.records.inputs import IntermediateTensors
 from purestep.pure.records.outputs import (
     DraftTokenIds,
@@ -29,12 +31,16 @@ from purestep.pure.records.outputs import (
 )
 from purestep.pure.records.scheduler_output import GrammarOutput, SchedulerOutput
 from purestep.pure.records.state import ExecuteModelState
+from purestep.pure.rows import occupied
 from purestep.pure.update import update_states
 from purestep.state.async_output import AsyncModelRunnerOutput, ScoredChunk
+from purestep.state.drafting import proposed
+from purestep.state.guarded import guarded
 from purestep.state.lease import Leased
-from purestep.state.pending import ToHost
+from purestep.state.pending import to_host
 from purestep.state.run import BoundStep
-from purestep.state.seams import Drafter, KVConnector, RoutedExperts
+from purestep.state.seams import KVConnector, RoutedExperts
+from purestep.state.stages import checked, hear, told_tokens
 from purestep.state.two_phase import Executed, dispatched, execute, prompt_logprobs, sample, take_in
 
 NO_PROMPTS: Mapping[str, tuple[ScoredChunk, ...]] = MappingProxyType({})
@@ -65,6 +71,7 @@ class Now:
         NO_PROMPTS  # of requests that wait for prompt log-probabilities
     )
     drafts: DraftTokenIds | None = None
+    kept: Any = None  # what a drafter on the host keeps
 
 
 class GPUModelRunner:
@@ -75,8 +82,15 @@ class GPUModelRunner:
     has told is what the next step is taken to know.
     Prompt log-probabilities of tokens that were found in the prefix cache are absent: see `prompt_table`.
 
+    Drafts come with the scheduler's output, up to `num_drafts` of the buffers' limits for a request; -1 stands for one
+    that a drafter of the bound step has left on the device. `drafter` is one on the host.
+
+    A model that is `split` has a runner for each of its stages. All are given the same steps: the first one tokens, the
+    others what `execute_model` of the one before gave; and all but the last one what `sample_tokens` of that gave.
+
     Raises:
-        InvalidParameterError: a drafter together with `async_scheduling`: it drafts from tokens that are known.
+        InvalidParameterError: a drafter on the host together with `async_scheduling` (it drafts from tokens that are
+            known) or with one on the device; a pipeline stage with graphs or a drafter.
     """
 
     def __init__(
@@ -87,19 +101,28 @@ class GPUModelRunner:
         async_scheduling: bool = False,
         kv_connector: KVConnector | None = None,
         routed_experts: RoutedExperts | None = None,
-        drafter: Drafter | None = None,
+        drafter: HostDrafter | None = None,
+        is_first_stage: bool = True,
+        is_last_stage: bool = True,
     ) -> None:
-        if async_scheduling and drafter is not None:
+        if drafter is not None and (async_scheduling or bound.drafter is not None):
             raise InvalidParameterError(
-                "a drafter with async_scheduling: it would draft from tokens that are still on their way; leave one out"
+                "a drafter on the host with async_scheduling or one on the device: it would draft from tokens that are "
+                "still on their way, or in vain; leave one out"
+            )
+        if not (is_first_stage and is_last_stage) and (dispatch_keys or drafter or bound.drafter):
+            raise InvalidParameterError(
+                "a pipeline stage with dispatch_keys or a drafter: it runs eagerly, one token a request; leave them out"
             )
         self._bound = bound
+        self._is_first, self._is_last = is_first_stage, is_last_stage
         self._dispatch_keys = dispatch_keys
         self._is_async = async_scheduling
         self._connector = kv_connector
         self._experts = routed_experts
         self._drafter = drafter
-        self._now = Now(InputBatch.make_empty(bound.buffers.limits), bound.buffers.lease())
+        kept = None if drafter is None else drafter.init()
+        self._now = Now(InputBatch.make_empty(bound.buffers.limits), bound.buffers.lease(), kept=kept)
 
     @property
     def input_batch(self) -> InputBatch:
@@ -114,11 +137,11 @@ class GPUModelRunner:
 
     def execute_model(
         self, scheduler_output: Any, intermediate_tensors: IntermediateTensors | None = None
-    ) -> ModelRunnerOutput | None:
+    ) -> ModelRunnerOutput | IntermediateTensors | None:
         """Run a step up to its logits. `scheduler_output` is ours, or upstream's, or anything with its attributes.
 
         Returns None if `sample_tokens` is to be called, and an output if there is nothing to sample: requests that
-        finished are dropped and blocks are zeroed then too.
+        finished are dropped and blocks are zeroed then too. A stage before the last gives what the next one takes in.
 
         Raises:
             StaleStateError: the last step was not sampled; nothing has changed.
@@ -131,12 +154,11 @@ class GPUModelRunner:
                 "State error: sample_tokens() must be called after execute_model() returns None. The step of "
                 f"{len(now.begun.scheduled.req_ids)} requests is executed and not sampled: {now.begun.executed!r}"
             )
-        if intermediate_tensors is not None:
-            raise SchedulerOutputError(
-                f"intermediate_tensors {sorted(intermediate_tensors.tensors)} were given: no stage reads them, since "
-                "this runner holds all layers of its model; send None"
-            )
         output = _as_record(scheduler_output, now.batch)
+        num_tokens = output.total_num_scheduled_tokens
+        taken = None
+        if num_tokens:
+            taken = checked(intermediate_tensors, is_first=self._is_first, num_tokens=num_tokens)
         if self._experts is not None:
             self._experts.clear()
         if self._connector is not None:
@@ -144,24 +166,29 @@ class GPUModelRunner:
         batch = update_states(now.batch, output)
         if not output.req_ids:
             return self._execute_nothing(now, batch, output)
-        prompts = _waiting(now, output)
+        prompts = _waiting(now, output) if self._is_last else NO_PROMPTS
         padded, key = dispatched(self._bound, self._dispatch_keys, batch, now.leased.absorbed)
         plan = plan_step(padded, now.leased.absorbed)
         chunks = prompt_chunks(batch, prompts) if prompts else ()
         with self._undone_if_it_fails(now, now.batch):
             executed, report = self._connected(
-                output, lambda: execute(self._bound, now.leased, plan, key=key)
+                output, lambda: execute(self._bound, now.leased, plan, key=key, intermediate=taken)
             )
             begun = Begun(output, now.batch, executed, chunks, report)
-            self._now = Now(batch, now.leased, begun, now.unsettled, prompts, now.drafts)
-        return None
+            self._now = Now(batch, now.leased, begun, now.unsettled, prompts, now.drafts, now.kept)
+        return None if self._is_last else handed_over(executed.value.hidden_states, num_tokens)
 
-    def sample_tokens(self, grammar_output: Any = None) -> ModelRunnerOutput | AsyncModelRunnerOutput:
+    def sample_tokens(
+        self, grammar_output: Any = None, *, sampled: ModelRunnerOutput | None = None
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         """Sample the step that was executed. `grammar_output` has the masks of requests with structured output.
+
+        A stage before the last is given, as `sampled`, what the last one's call has told, and gives that.
 
         Raises:
             StaleStateError: no step was executed since the last one was sampled; nothing has changed.
-            SchedulerOutputError: masks that do not fit the step; nothing has changed, send right ones.
+            SchedulerOutputError: masks or an output that do not fit the step; nothing has changed, send right ones.
+            ProcessorError: a request's logits processor raised; the step was not begun: send it without the request.
         Source: vllm/v1/worker/gpu_model_runner.py sample_tokens.
         """
         now = self._now
@@ -171,38 +198,69 @@ class GPUModelRunner:
                 "executed is sampled, or failed: execute the next one, or the one that failed again"
             )
         begun, bound = now.begun, self._bound
+        if (sampled is None) != self._is_last:
+            raise SchedulerOutputError(
+                f"sampled={sampled!r}: the last stage samples by itself, and every other one is told what that gave"
+            )
+        if sampled is not None:
+            return self._heard(now, begun, sampled)
         mask = _mask(grammar_output, begun)
         inputs = begun.executed.value.inputs
-        scores = map(ToHost, prompt_logprobs(bound, begun.executed, begun.chunks))
+        scores = map(to_host, prompt_logprobs(bound, begun.executed, begun.chunks))
         chunks = tuple(map(ScoredChunk, begun.chunks, scores))
         with self._undone_if_it_fails(now, begun.before):
-            leased, pending = sample(bound, begun.executed, grammar=mask)
+            failed = dict[int, PurestepError]()
+            extras = guarded(begun.executed.batch, failed)
+            leased, pending = sample(bound, begun.executed, grammar=mask, extras=extras)
+            if failed:
+                raise next(iter(failed.values()))
             prompts, complete = _with_chunks(now.prompts, chunks)
             experts = None
             if self._experts is not None:
                 experts = self._experts.take(inputs, begun.scheduled.total_num_scheduled_tokens)
             answer = AsyncModelRunnerOutput(pending, complete, begun.report, experts)
-            after = Now(now.batch, leased, None, (*now.unsettled, answer), prompts)
-            if self._is_async:
-                self._now = after
-                return answer
-            result = answer.get_output()
-            self._now = self._drafted(_told(after), begun.scheduled)
-        return result
+            after = Now(now.batch, leased, None, (*now.unsettled, answer), prompts, kept=now.kept)
+            if not self._is_async:
+                answer.get_output()
+                after = self._drafted(_told(after), begun.scheduled, answer)
+            if self._connector is not None and self._drafts:
+                self._connector.wait_for_save()
+                self._connector.end()
+            self._now = after
+        return answer if self._is_async else answer.get_output()
+
+    def _heard(self, now: Now, begun: Begun, sampled: ModelRunnerOutput) -> ModelRunnerOutput:
+        """The step of a stage that does not sample, with the last one's tokens."""
+        told = told_tokens(begun.executed.batch, sampled)
+        with self._undone_if_it_fails(now, begun.before):
+            leased, pending = hear(self._bound, begun.executed, told)
+            answer = AsyncModelRunnerOutput(pending, (), begun.report, None)
+            answer.get_output()
+            self._now = _told(Now(now.batch, leased, None, (*now.unsettled, answer)))
+        return sampled
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """Drafts made after the step that was sampled last; None without a drafter."""
+        """Drafts made after the step that was sampled last; None without a drafter.
+
+        With `async_scheduling` None too: they stay on the device, and the next step has -1 in their places.
+        """
         return self._now.drafts
 
-    def _drafted(self, now: Now, output: SchedulerOutput) -> Now:
-        """With drafts for the next step, and what the drafter wrote saved."""
+    @property
+    def _drafts(self) -> bool:
+        """Whether there is a drafter."""
+        return self._drafter is not None or self._bound.drafter is not None
+
+    def _drafted(self, now: Now, output: SchedulerOutput, answer: AsyncModelRunnerOutput) -> Now:
+        """With drafts for the next step: as many as the scheduler wants, for requests that got a token."""
         if self._drafter is None:
-            return now
-        now = attrs.evolve(now, drafts=self._drafter(now.batch, output))
-        if self._connector is not None:
-            self._connector.wait_for_save()
-            self._connector.end()
-        return now
+            return attrs.evolve(now, drafts=answer.draft_token_ids())
+        result, batch, most = answer.get_output(), now.batch, output.num_spec_tokens_to_schedule
+        names = [r for r, own in zip(result.req_ids, result.sampled_token_ids, strict=True) if own]
+        kept, found = proposed(self._drafter, now.kept, batch, names, [_limit(batch, r) for r in names])
+        own = dict(zip(found.req_ids, found.draft_token_ids, strict=True))
+        drafts = DraftTokenIds(result.req_ids, tuple([own.get(r, ())[:most] for r in result.req_ids]))
+        return attrs.evolve(now, drafts=drafts, kept=kept)
 
     def _execute_nothing(self, now: Now, batch: InputBatch, output: SchedulerOutput) -> ModelRunnerOutput:
         """A step without tokens: what it says of requests and blocks holds all the same."""
@@ -222,7 +280,7 @@ class GPUModelRunner:
         self, output: SchedulerOutput, forward: Callable[[], Executed]
     ) -> tuple[Executed, KVConnectorOutput | None]:
         """The forward pass between the connector's calls. A drafter still writes keys and values: it ends later."""
-        connector, is_last = self._connector, self._drafter is None
+        connector, is_last = self._connector, not self._drafts
         if connector is None:
             return forward(), None
         connector.begin(output)
@@ -250,8 +308,16 @@ class GPUModelRunner:
                 self._connector.end()
             for answer in now.unsettled:
                 before = answer.settled(before)
-            self._now = Now(before, self._bound.buffers.lease(), prompts=now.prompts, drafts=now.drafts)
+            lease = self._bound.buffers.lease()
+            self._now = Now(before, lease, prompts=now.prompts, drafts=now.drafts, kept=now.kept)
             raise
+
+
+def _limit(batch: InputBatch, req_id: str) -> int:
+    """Tokens at which a request stops, as far as its length goes."""
+    request, longest = occupied(batch.rows.requests[batch.row_of[req_id]]), batch.limits.max_model_len
+    most = request.sampling_params.max_tokens
+    return longest if most is None else min(request.num_prompt_tokens + most, longest)
 
 
 def _told(now: Now) -> Now:
@@ -279,8 +345,9 @@ def _mask(grammar_output: Any, begun: Begun) -> GrammarMask | None:
         grammar,
         batch.req_ids,
         begun.scheduled.scheduled_spec_decode_tokens,
-        num_rows=batch.layout.bounds.num_reqs,
+        num_rows=batch.layout.bounds.num_reqs * (1 + batch.layout.bounds.num_drafts),
         vocab_size=batch.limits.vocab_size,
+        num_drafts=batch.layout.bounds.num_drafts,
     )
 
 

@@ -11,9 +11,8 @@ from typing import Any
 
 import attrs
 
-from purestep.pure.records.batch import InputBatch
 from purestep.pure.records.inputs import StepInputs
-from purestep.pure.records.outputs import DraftTokenIds, KVConnectorOutput
+from purestep.pure.records.outputs import KVConnectorOutput
 from purestep.pure.records.scheduler_output import SchedulerOutput
 
 
@@ -39,7 +38,3 @@ class RoutedExperts:
     take: Callable[
         [StepInputs, int], Any
     ]  # of the first so many tokens; a copy, the next step clears its source
-
-
-Drafter = Callable[[InputBatch, SchedulerOutput], DraftTokenIds]
-"""Drafts for the next step, from the batch after this one. `num_spec_tokens_to_schedule` says how many at most."""

@@ -1,6 +1,7 @@
 """What an engine is made of: the model, how much it can hold, and the buffers for it."""
 
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -10,28 +11,34 @@ import torch
 from purestep.kernels.donating import donating
 from purestep.kernels.types import Kernels
 from purestep.pure.dispatch import capture_descriptors, dispatch_keys
+from purestep.pure.drafters.joined import with_draft_params, with_drafter
 from purestep.pure.errors import InvalidParameterError, KVCacheConfigError
 from purestep.pure.graph_modes import has_pieces, resolve_cudagraph_mode
 from purestep.pure.kv_config import MIN_BLOCKS, kv_cache_config
 from purestep.pure.models.model import Model
+from purestep.pure.padding import capture_layout
+from purestep.pure.record import replace
 from purestep.pure.records.batch import BatchLimits
 from purestep.pure.records.dispatch import AttentionCGSupport, CUDAGraphMode, DispatchConfig, DispatchKeys
+from purestep.pure.records.drafter import Drafter, HostDrafter
 from purestep.pure.records.kv_config import KVCacheConfig
 from purestep.pure.records.layout import SamplerShape
 from purestep.pure.records.params import Params
 from purestep.pure.records.queue import SchedulerConfig
 from purestep.state.buffers import PersistentBuffers
+from purestep.state.compilation import compile_steps
 from purestep.state.device_memory import CudaMemory, DeviceMemory
 from purestep.state.graph_api import GraphApi
 from purestep.state.graphs import CaptureReport, GraphKey
 from purestep.state.loading.load import load_model
 from purestep.state.loading.loaded import LoadedModel
-from purestep.state.profile import determine_available_memory
+from purestep.state.profile import determine_available_memory, profile_layouts
 from purestep.state.progress import watched
 from purestep.state.run import BoundStep
 from purestep.state.weights import placed
 
 DEFAULT_KV_CACHE_BYTES = 512 * 2**20
+AnyDrafter = Drafter | HostDrafter | None
 Source = str | Path | LoadedModel | tuple[Model, Params] | None
 
 
@@ -63,6 +70,8 @@ class Sizes:
     )
     cudagraph_mode: CUDAGraphMode = CUDAGraphMode.FULL_DECODE_ONLY  # on a GPU
     capture_sizes: tuple[int, ...] | None = None  # numbers of tokens; None: up to max_num_reqs
+    capture_samplers: tuple[SamplerShape, ...] = ()  # sampling that has graphs, beside greedy and random
+    capture_halves: bool = False  # graphs of half steps too: where requests have grammars or processors
     capture_progress: bool = True  # a bar while graphs are captured
 
     def __attrs_post_init__(self) -> None:
@@ -119,6 +128,7 @@ def kv_cache_of(
     device: torch.device,
     kernels: Kernels | None,
     memory: DeviceMemory | None = None,
+    drafter: AnyDrafter = None,
 ) -> KVCacheConfig:
     """The KV cache for these sizes. If they say nothing, on a GPU: all that a trial run leaves, and can be of use.
 
@@ -139,8 +149,11 @@ def kv_cache_of(
         memory = CudaMemory(device)
     if num_bytes is None and memory is not None:
         smallest = config(max_num_blocks=MIN_BLOCKS)
-        limits = limits_of(loaded, smallest, sizes, seed=0)
-        bound = bind(loaded, limits, smallest, device=device, kernels=kernels, graph_api=None)
+        limits = limits_of(loaded, smallest, sizes, seed=0, drafter=drafter)
+        bound = bind(
+            loaded, limits, smallest, device=device, kernels=kernels, graph_api=None, drafter=drafter
+        )
+        compile_steps(bound, profile_layouts(limits, sizes.max_num_batched_tokens))
         num_bytes = determine_available_memory(
             bound,
             sizes.max_num_batched_tokens,
@@ -158,14 +171,28 @@ def kv_cache_of(
         ) from error
 
 
-def limits_of(loaded: LoadedModel, kv_config: KVCacheConfig, sizes: Sizes, *, seed: int) -> BatchLimits:
+def limits_of(
+    loaded: LoadedModel,
+    kv_config: KVCacheConfig,
+    sizes: Sizes,
+    *,
+    seed: int,
+    drafter: AnyDrafter = None,
+) -> BatchLimits:
     """What a batch can hold with this KV cache.
 
     Raises:
-        InvalidParameterError: a length that the model's positions do not reach.
+        InvalidParameterError: a length that the model's positions do not reach, or that is no int32; no 64-bit seed.
     """
     model = loaded.model
+    if not isinstance(seed, Integral) or not -(2**63) <= seed < 2**63:
+        raise InvalidParameterError(f"seed={seed!r}: it is a whole number from -2**63 to 2**63 - 1")
     max_model_len = sizes.max_model_len or model.max_position_embeddings
+    if max_model_len >= 2**31:
+        raise InvalidParameterError(
+            f"max_model_len={max_model_len}, and {loaded.name} names {model.max_position_embeddings} positions: "
+            f"positions are int32: ask for fewer than {2**31}, as many as your prompts and outputs need"
+        )
     if max_model_len > model.max_position_embeddings:
         raise InvalidParameterError(
             f"max_model_len={max_model_len}: the model knows {model.max_position_embeddings} positions; ask for no more"
@@ -179,10 +206,13 @@ def limits_of(loaded: LoadedModel, kv_config: KVCacheConfig, sizes: Sizes, *, se
         eos_token_ids=loaded.eos_token_ids,
         seed=seed,
         kernel_block_sizes=kv_config.kernel_block_sizes,
+        num_drafts=0 if drafter is None else drafter.num_drafts,
     )
 
 
-def scheduler_config(limits: BatchLimits, sizes: Sizes, *, steps_ahead: int) -> SchedulerConfig:
+def scheduler_config(
+    limits: BatchLimits, sizes: Sizes, *, steps_ahead: int, drafter: AnyDrafter = None
+) -> SchedulerConfig:
     """The scheduler's part of the sizes."""
     return SchedulerConfig(
         num_blocks=limits.num_blocks,
@@ -193,48 +223,62 @@ def scheduler_config(limits: BatchLimits, sizes: Sizes, *, steps_ahead: int) -> 
         async_scheduling=steps_ahead > 0,
         enable_prefix_caching=sizes.enable_prefix_caching,
         block_horizon=sizes.block_horizon,
+        num_spec_tokens=limits.num_drafts,
+        drafts_on_device=isinstance(drafter, Drafter),
     )
 
 
 def dispatch_keys_of(model: Model, limits: BatchLimits, sizes: Sizes) -> DispatchKeys:
-    """The graphs that batches are dispatched to, of 1, 2, 4 and multiples of 8 tokens up to max_num_reqs by default.
+    """The graphs that batches are dispatched to, of 1, 2, 4 and multiples of 8 requests up to max_num_reqs by default.
+
+    A decoding request runs a token and its drafts.
 
     Raises:
         CUDAGraphModeError: a mode that the model does not allow.
         CaptureSizeError: capture sizes that are not ascending.
     """
-    default = tuple(n for n in (1, 2, 4, *range(8, limits.max_num_reqs + 8, 8)) if n <= limits.max_num_reqs)
-    capture_sizes = (
-        tuple(sorted({*default, limits.max_num_reqs})) if sizes.capture_sizes is None else sizes.capture_sizes
-    )
+    default = {n for n in (1, 2, 4, *range(8, limits.max_num_reqs + 8, 8)) if n <= limits.max_num_reqs}
+    every, capture_sizes = 1 + limits.num_drafts, sizes.capture_sizes
+    if capture_sizes is None:
+        capture_sizes = tuple(sorted(every * n for n in {*default, limits.max_num_reqs}))
     mode, config = resolve_cudagraph_mode(
         sizes.cudagraph_mode,
         DispatchConfig(capture_sizes, limits.max_num_reqs),
         support=[AttentionCGSupport.ALWAYS],  # all of our kernels take any batch
         pieces=has_pieces(model),
+        uniform_query_len=every,
     )
-    return dispatch_keys(config, mode)
+    return dispatch_keys(config, mode, every)
 
 
 GREEDY_SHAPE = SamplerShape()
 RANDOM_SHAPE = SamplerShape(random=True, truncated=True)
 
 
-def graph_keys(keys: DispatchKeys, *, two_phase: bool = False) -> list[GraphKey]:
-    """What is captured before the first step: pieces, then full graphs, greedy and random; the largest first.
+def graph_keys(
+    keys: DispatchKeys, *, two_phase: bool = False, samplers: tuple[SamplerShape, ...] = ()
+) -> list[GraphKey]:
+    """What is captured before the first step: pieces, then full graphs, of these samplers, random and greedy.
 
-    With `two_phase`, full graphs are those of the halves: each `execute`, and its samples behind it.
+    The largest come first.
+
+    With `two_phase`, full graphs are those of the halves: each `execute`, and its samples behind it. Where decoding
+    requests have drafts, there are graphs that verify them, and for batches of any kind also those that do not.
     """
-    found, shapes = list[GraphKey](), (RANDOM_SHAPE, GREEDY_SHAPE)
+    found, shapes = list[GraphKey](), (*samplers, RANDOM_SHAPE, GREEDY_SHAPE)
+    most = keys.uniform_query_len - 1
     for mode, descriptors in capture_descriptors(keys):
         for descriptor in descriptors:
             if mode is CUDAGraphMode.PIECEWISE:
                 found.append(GraphKey(descriptor, None))
-            elif two_phase:
-                found.append(GraphKey(descriptor, None, half="execute"))
-                found += [GraphKey(descriptor, shape, half="sample") for shape in shapes]
-            else:
-                found += [GraphKey(descriptor, shape) for shape in shapes]
+                continue
+            for num_drafts in (most,) if descriptor.uniform else dict.fromkeys((most, 0)):
+                key = GraphKey(descriptor, None, num_drafts=num_drafts)
+                if two_phase:
+                    found.append(replace(key, half="execute"))
+                    found += [replace(key, sampler=shape, half="sample") for shape in shapes]
+                else:
+                    found += [replace(key, sampler=shape) for shape in shapes]
     return found
 
 
@@ -246,14 +290,48 @@ def bind(
     device: torch.device,
     kernels: Kernels | None,
     graph_api: GraphApi | None,
+    drafter: AnyDrafter = None,
 ) -> BoundStep:
     """The step on buffers of its own, with the kernels of its device unless others are given."""
     if kernels is None:
         kernels = cuda_kernels() if device.type == "cuda" else donating
-    buffers = PersistentBuffers(loaded.model, limits, kv_config=kv_config, device=device)
+    own = drafter if isinstance(drafter, Drafter) else None
+    buffers = PersistentBuffers(loaded.model, limits, kv_config=kv_config, device=device, drafter=own)
     return BoundStep(
-        buffers=buffers, model=loaded.model, params=loaded.params, kernels=kernels, graph_api=graph_api
+        buffers=buffers,
+        model=loaded.model,
+        params=loaded.params,
+        kernels=kernels,
+        graph_api=graph_api,
+        drafter=own,
     )
+
+
+def with_drafter_of(
+    loaded: LoadedModel,
+    drafter: AnyDrafter,
+    draft_params: Params | None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> LoadedModel:
+    """The model with the layers and the weights of its drafter, where that is on the device and has any.
+
+    Raises:
+        InvalidParameterError: weights and nobody who reads them, or a drafter with layers and no weights.
+    """
+    own = drafter if isinstance(drafter, Drafter) else None
+    needed = own is not None and bool(own.kv_layers or own.linear_paths)
+    if needed != (draft_params is not None):
+        raise InvalidParameterError(
+            f"drafter={drafter!r} and draft_params={'None' if draft_params is None else 'given'}: give the weights of "
+            "a drafter that has some, and none with any other"
+        )
+    if own is None or draft_params is None:
+        return loaded
+    model = with_drafter(loaded.model, own)
+    params = placed(model, with_draft_params(loaded.params, draft_params), dtype=dtype, device=device)
+    return attrs.evolve(loaded, model=model, params=params)
 
 
 def cuda_kernels() -> Kernels:
@@ -263,10 +341,22 @@ def cuda_kernels() -> Kernels:
     return cuda_donating()
 
 
-def capture(bound: BoundStep, keys: DispatchKeys, *, progress: bool) -> CaptureReport | None:
+def capture(bound: BoundStep, keys: DispatchKeys, sizes: Sizes) -> CaptureReport | None:
     """Capture what batches are dispatched to; None: this step has no graphs."""
     if bound.captured is None:
         return None
+    found, limits = graph_keys(keys, samplers=sizes.capture_samplers), bound.buffers.limits
+    if sizes.capture_halves:
+        found += graph_keys(keys, two_phase=True, samplers=sizes.capture_samplers)
+    compile_steps(
+        bound,
+        [
+            capture_layout(
+                key.descriptor, limits, sampler=key.sampler or GREEDY_SHAPE, num_drafts=key.num_drafts
+            )
+            for key in found
+        ],
+    )
     return bound.captured.capture(
-        graph_keys(keys), watch=lambda found: watched(list(found), "capturing", shown=progress)
+        found, watch=lambda keys: watched(list(keys), "capturing", shown=sizes.capture_progress)
     )

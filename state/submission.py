@@ -2,16 +2,20 @@
 
 import operator
 import reprlib
+from array import array
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
-from purestep.pure.errors import InvalidParameterError, InvalidRequestError
+from purestep.pure.errors import GrammarError, InvalidParameterError, InvalidRequestError
 from purestep.pure.prompt_logprobs import PromptScores, prompt_table
 from purestep.pure.record import record, replace
+from purestep.pure.records.batch import BatchLimits
 from purestep.pure.records.queue import Request
-from purestep.pure.records.sampling_params import SamplingParams
+from purestep.pure.records.sampling_params import SamplingParams, normalize, validate
+from purestep.state.grammars import Grammars
 from purestep.state.loading.tokenizer import Tokenizer
-from purestep.state.results import CompletionOutput, PromptLogprobs, RequestOutput, prompt_logprobs
+from purestep.state.results import CompletionOutput, PromptLogprobs, RequestOutput
 
 Prompt = str | Sequence[int]
 
@@ -99,7 +103,7 @@ def new_submission(
     ids = _token_ids(prompt, tokenizer, add_special_tokens)
     nothing_to_score = params.prompt_logprobs is not None and len(ids) == 1
     return Submission(
-        req_id, number, params, text, ids, prompt_logprobs=(None,) if nothing_to_score else None
+        req_id, number, params, text, ids, prompt_logprobs=PromptLogprobs(None) if nothing_to_score else None
     )
 
 
@@ -117,12 +121,15 @@ def with_scores(submission: Submission, scores: PromptScores) -> Submission:
         return replace(submission, prompt_scores=parts)
     width = scores.rows.logprobs.shape[1]
     table = prompt_table(parts, num_rows=num_rows, num_logprobs=width - 1)
-    return replace(submission, prompt_scores=(), prompt_logprobs=prompt_logprobs(table))
+    return replace(submission, prompt_scores=(), prompt_logprobs=PromptLogprobs(table))
 
 
 def _token_ids(prompt: Prompt, tokenizer: Tokenizer | None, add_special_tokens: bool) -> tuple[int, ...]:
     if not isinstance(prompt, str):
         try:
+            if isinstance(prompt, list | tuple) and len(prompt) > 64:  # the same, in a third of the time
+                with suppress(OverflowError):
+                    return tuple(array("q", prompt))
             return tuple(map(operator.index, prompt))
         except (TypeError, ValueError):
             raise InvalidRequestError(
@@ -172,6 +179,37 @@ def refused_output(name: str, prompt: Prompt, error: InvalidRequestError) -> Req
     text = prompt if isinstance(prompt, str) else None
     ids: tuple[Any, ...] = tuple(prompt) if isinstance(prompt, Sequence) and text is None else ()
     return RequestOutput(req_id=name, prompt=text, prompt_token_ids=ids, outputs=(), error=error)
+
+
+def ids_of(req_ids: object) -> list[str]:
+    """These ids, each once: a single one, or many.
+
+    Raises:
+        InvalidRequestError: what is no id.
+    """
+    many = req_ids if isinstance(req_ids, Iterable) and not isinstance(req_ids, str) else [req_ids]
+    ids = list(many)
+    if wrong := [req_id for req_id in ids if not isinstance(req_id, str)]:
+        raise InvalidRequestError(f"req_id={wrong[0]!r}: an id is text; give one, or a list of them")
+    return list(dict.fromkeys(ids))
+
+
+def judged(params: SamplingParams, limits: BatchLimits, grammars: Grammars) -> SamplingParams:
+    """The parameters in the form in which they are kept.
+
+    Raises:
+        InvalidParameterError: one outside its domain, or all of them together leave no token.
+        GrammarError: structured output that can not be had.
+    """
+    validate(params, limits.vocab_size, limits.max_model_len, eos_token_ids=limits.eos_token_ids)
+    if params.structured_outputs is not None:
+        if limits.num_drafts:
+            raise GrammarError(
+                f"structured_outputs in an engine whose drafter makes {limits.num_drafts} guesses a step: they would "
+                "not be masked; use an engine without a drafter"
+            )
+        grammars.compile(params.structured_outputs)
+    return normalize(params)
 
 
 def check_request(req_id: object, params: object, priority: object, stream: object) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from purestep.pure.arrays import Tape
+from purestep.pure.errors import PurestepError
 from purestep.pure.record import record, replace
 from purestep.pure.records.outputs import KeptMass, StepOutput
 from purestep.pure.records.sampling_params import SamplingParams
@@ -34,6 +35,7 @@ class Transcript:
     )
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    error: PurestepError | None = None  # why it ended with reason "error"
     seconds: float = 0.0
 
     def output(self, token_ids: Tape) -> CompletionOutput:
@@ -47,6 +49,7 @@ class Transcript:
             token_ids=tuple(token_ids.tolist()),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            error=self.error,
             **_collected(self),
             seconds=self.seconds if self.finish_reason else time.monotonic() - self.begun,
         )
@@ -61,10 +64,13 @@ def new_transcript(index: int, params: SamplingParams, tokenizer: Tokenizer | No
 
 
 def read(transcript: Transcript, token_ids: Tape) -> tuple[Transcript, str | None]:
-    """The same, once these tokens are read, and the stop string that ends the text, if one does."""
+    """The same, once these tokens are read, and the stop string that ends the text, if one does.
+
+    Tokens behind one that completes a stop string are not read.
+    """
     if transcript.decoder is None or transcript.num_read == len(token_ids):
         return transcript, None
-    decoder, stop = transcript.decoder.copy(), None
+    decoder, stop, number = transcript.decoder.copy(), None, transcript.num_read
     text, search_from = transcript.text, transcript.search_from
     for number, token_id in enumerate(
         token_ids[transcript.num_read :].tolist(), start=transcript.num_read + 1
@@ -75,12 +81,16 @@ def read(transcript: Transcript, token_ids: Tape) -> tuple[Transcript, str | Non
             text, search_from, stop = _cut_at_stop(transcript.params, text, before, search_from, number)
             if stop is not None:
                 break
-    return replace(
-        transcript, decoder=decoder, num_read=len(token_ids), text=text, search_from=search_from
-    ), stop
+    return replace(transcript, decoder=decoder, num_read=number, text=text, search_from=search_from), stop
 
 
-def finish(transcript: Transcript, token_ids: Tape, reason: str, stop_reason: int | str | None) -> Transcript:
+def finish(
+    transcript: Transcript,
+    token_ids: Tape,
+    reason: str,
+    stop_reason: int | str | None,
+    error: PurestepError | None = None,
+) -> Transcript:
     """The same, when no token follows these. A stop id belongs to the tokens, not to the text."""
     if not isinstance(stop_reason, str):  # else a stop string was found: its beginning is the end of the text
         transcript, _ = read(transcript, token_ids.truncate(len(token_ids) - (reason == "stop")))
@@ -96,6 +106,7 @@ def finish(transcript: Transcript, token_ids: Tape, reason: str, stop_reason: in
         text=text,
         finish_reason=reason,
         stop_reason=stop_reason,
+        error=error,
         seconds=time.monotonic() - transcript.begun,
     )
 

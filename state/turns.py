@@ -7,20 +7,23 @@ a step that has landed stays until it is published.
 """
 
 from collections import deque
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
+from functools import partial
 from itertools import count
+from typing import Any, TypeVar
 
 import attrs
 import numpy as np
 import torch.utils._pytree as pytree
 
-from purestep.pure.errors import OutOfBlocksError
+from purestep.pure.errors import OutOfBlocksError, ReentrantCallError
 from purestep.pure.fork import fork_request, keep_blocks
 from purestep.pure.records.batch import BatchLimits, InputBatch
 from purestep.pure.records.dispatch import DispatchKeys
+from purestep.pure.records.drafter import HostDrafter
 from purestep.pure.records.params import Params
 from purestep.pure.records.queue import Queue, Request
-from purestep.pure.rows import drop, free_rows
+from purestep.pure.rows import drop, first_free_row
 from purestep.pure.sampling_extras import try_processors
 from purestep.pure.scheduler import (
     abort,
@@ -39,9 +42,6 @@ from purestep.pure.settle import give_up, settle
 from purestep.pure.update import update_states
 from purestep.state.book import (
     Book,
-    InFlight,
-    Landed,
-    Readers,
     Unscored,
     admit,
     known,
@@ -51,12 +51,18 @@ from purestep.state.book import (
     with_heir,
 )
 from purestep.state.book import abort as book_abort
+from purestep.state.drafting import drafted
 from purestep.state.engine_moment import EngineMoment, Known
-from purestep.state.launch import launch
+from purestep.state.flights import InFlight, Landed, Readers
+from purestep.state.grammars import Grammars
+from purestep.state.launch import Launched, launch
 from purestep.state.lease import Leased
 from purestep.state.moments import remember, rewind
 from purestep.state.results import RequestOutput
 from purestep.state.run import BoundStep, rebind
+from purestep.state.structured import grammar_masks
+
+T = TypeVar("T")
 
 
 @attrs.frozen
@@ -70,6 +76,7 @@ class Now:
     book: Book
     in_flight: tuple[InFlight, ...] = ()  # oldest first
     landed: Landed | None = None  # not published yet
+    kept: Any = None  # what a drafter on the host keeps
 
 
 class Turns:
@@ -81,15 +88,21 @@ class Turns:
         limits: BatchLimits,
         queue: Queue,
         dispatch_keys: DispatchKeys,
+        grammars: Grammars,
         steps_ahead: int,
+        drafter: HostDrafter | None = None,
     ) -> None:
-        self._dispatch_keys = dispatch_keys
+        self.dispatch_keys = dispatch_keys
         self._steps_ahead = steps_ahead
+        self._drafter = drafter
+        self.grammars = grammars
+        self._calls_out = False  # to functions of a caller, which must not call back
         self.num_rewinds = 0
         self._moment_numbers = count()
         self._last_readers: tuple[tuple[str, ...], Readers | None] = ((), None)
         self._dropped = deque[int]()  # moments that nobody has any more; put here whenever that happens
-        self.now = Now(queue, InputBatch.make_empty(limits), bound.buffers.lease(), bound, Book())
+        kept = None if drafter is None else drafter.init()
+        self.now = Now(queue, InputBatch.make_empty(limits), bound.buffers.lease(), bound, Book(), kept=kept)
 
     @property
     def bound(self) -> BoundStep:
@@ -105,30 +118,71 @@ class Turns:
         now = self.ready()
         begun = len(now.in_flight) <= self._steps_ahead and self._begin()
         if self.now.in_flight and (not begun or len(self.now.in_flight) > self._steps_ahead):
-            try:
-                self._land()
-            except Exception:
-                self._recover()
-                raise
-            self.publish()
+            self._take_in()
+            if self._drafter is not None:
+                kept, queue = drafted(self._drafter, self.now.kept, self.now.queue, self.now.batch)
+                self.now = attrs.evolve(self.now, kept=kept, queue=queue)
         elif not begun and len(self.now.queue.live):
             self._refuse_to_stand_still()
+
+    def _take_in(self) -> None:
+        """The oldest step in flight is known, and published."""
+        try:
+            self._land()
+        except Exception:
+            self._recover()
+            raise
+        self.publish()
+
+    def settled(self) -> Now:
+        """What is known, once no drafts are on their way: until then nobody knows which blocks are full."""
+        self.ready()
+        while self.now.queue.config.num_spec_tokens and self.now.in_flight:
+            self._take_in()
+        return self.now
 
     def ready(self) -> Now:
         """What is known, once what interrupted turns and dropped moments have left is cleared away.
 
         Raises:
             StaleStateError: the buffers are closed.
+            ReentrantCallError: see `refuse_reentry`.
         """
+        self.refuse_reentry()
         self.swept()
         self.publish()
+        if self.bound.captured is not None:
+            self.bound.captured.complete()
         if not self.now.leased.is_valid:
             self._recover()
         return self.now
 
+    def refuse_reentry(self) -> None:
+        """Refuse a call from inside a step: what that is about to put down would be without it.
+
+        Raises:
+            ReentrantCallError: a logits processor (or another thread, while a step runs) called the engine.
+        """
+        if self._calls_out:
+            raise ReentrantCallError(
+                "the engine was called from inside its own step, by a logits processor or another thread: return "
+                "from the step first, and call it from the loop that calls step"
+            )
+
+    def _calling_out(self, call: Callable[[], T]) -> T:
+        """What a call gives that may come by functions of a caller."""
+        try:
+            try:
+                self._calls_out = True
+                return call()
+            finally:
+                self._calls_out = False
+        finally:  # an interrupt may have come before the line above
+            self._calls_out = False
+
     def swept(self) -> Now:
         """What is known, without moments that were dropped."""
-        while self._dropped:
+        while self._dropped and not self._calls_out:
             self.now = attrs.evolve(self.now, queue=let_go(self.now.queue, self._dropped[0]))
             self._dropped.popleft()
         return self.now
@@ -140,9 +194,9 @@ class Turns:
             return
         book, stopped = publish(now.book, now.landed)
         queue = now.queue
-        for req_id, stop in stopped:
+        for req_id, reason, stop in stopped:
             if req_id in queue.live:  # else its last token ended it already
-                queue = finish(queue, req_id, "stop", stop)
+                queue = finish(queue, req_id, reason, stop)
         self.now = attrs.evolve(now, queue=queue, book=book, landed=None)
 
     def add(self, requests: Iterable[Request], book: Book, *, vocab_size: int) -> None:
@@ -150,11 +204,12 @@ class Turns:
         queue = self.now.queue
         for request in requests:
             queue = add(queue, request, vocab_size=vocab_size)
-            self._try_processors(request)
+            self._calling_out(partial(self._try_processors, request))
         self.now = attrs.evolve(self.now, queue=queue, book=book)
 
     def abort(self, req_ids: Sequence[str]) -> list[RequestOutput]:
         """Drop submissions; what they have so far. Ids that are not in use are ignored."""
+        self.refuse_reentry()
         self.publish()
         book, samples, outputs = book_abort(self.now.book, req_ids)
         self.now = attrs.evolve(self.now, queue=abort(self.now.queue, samples), book=book)
@@ -171,18 +226,22 @@ class Turns:
         self.now = attrs.evolve(self.now, book=Book())
 
     def use(self, params: Params, *, keep_kv: bool) -> None:
-        """Other parameters from the next step on; graphs are captured anew if the tensors lie elsewhere."""
+        """Other parameters from the next step on; graphs are captured anew if the tensors lie elsewhere.
+
+        An interrupt leaves the old ones or the new ones. What is captured by then is completed before the next step.
+        """
         now = self.ready()
         queue = set_version(now.queue, params.version, keep_kv=keep_kv)
         self.now = attrs.evolve(now, queue=queue, bound=rebind(now.bound, params))
+        self.ready()
 
     def remember(self) -> EngineMoment:
         """All that is known now, and the device's ledger: with steps in flight, as these will leave it."""
-        now = self.ready()
+        now = self.settled()
         number = next(self._moment_numbers)
         shareable = hold(now.queue, number)
         now = attrs.evolve(now, queue=shareable.queue, batch=keep_blocks(now.batch, shareable.kept))
-        known = Known(now.queue, now.batch, now.book, now.in_flight)
+        known = Known(now.queue, now.batch, now.book, now.in_flight, now.kept)
         moment = EngineMoment(number, known, remember(now.leased, now.batch), self._dropped)
         self.now = now
         return moment
@@ -193,21 +252,25 @@ class Turns:
         queue = go_back(now.queue, then.queue)
         leased = rewind(moment.device, now.leased)
         self.num_rewinds += 1
-        self.now = Now(queue, then.batch, leased, now.bound, then.book, then.in_flight)
+        self.now = Now(queue, then.batch, leased, now.bound, then.book, then.in_flight, kept=then.kept)
 
     def fork(self, req_id: str, new_req_id: str, *, stream: int | None, book: Book) -> None:
         """A sample goes on under a second id, which is in this book."""
         now = self.ready()
-        parent, child, batch = known(now.book.live, req_id), known(book.live, new_req_id), now.batch
-        has_row = req_id in batch.row_of and bool(free_rows(drop(batch, [new_req_id])))
+        parent, child = known(now.book.live, req_id), known(book.live, new_req_id)
+        batch = drop(now.batch, [new_req_id])
+        has_row = req_id in batch.row_of and first_free_row(batch) is not None
         forked = fork(now.queue, req_id, new_req_id, arrival=child.number, stream=stream, has_row=has_row)
         batch = keep_blocks(batch, forked.kept)
         if forked.has_run:
             batch = fork_request(batch, req_id, new_req_id, stream=stream, goes_on=forked.goes_on)
         in_flight = tuple(
-            [attrs.evolve(f, readers=with_heir(book, f.readers, parent, child)) for f in now.in_flight]
+            [
+                InFlight(f.req_ids, with_heir(f.readers, parent, child), f.pending, f.prompts, f.failed)
+                for f in now.in_flight
+            ]
         )
-        self.now = attrs.evolve(now, queue=forked.queue, batch=batch, book=book, in_flight=in_flight)
+        self.now = Now(forked.queue, batch, now.leased, now.bound, book, in_flight, kept=now.kept)
 
     def _begin(self) -> bool:
         """Whether a step was begun. The new state is put down once, when the buffers have been written."""
@@ -221,11 +284,19 @@ class Turns:
         if scheduled.scheduled_new_reqs:
             book = admit(book, scheduled.scheduled_new_reqs)
         readers = self._readers(scheduled.req_ids, book)
-        unscored = Unscored(book)
-        launched = launch(before.bound, before.leased, batch, self._dispatch_keys, unscored=unscored)
-        flight = InFlight(scheduled.req_ids, readers, launched.pending, launched.prompts)
-        self.now = Now(queue, batch, launched.leased, before.bound, book, (*before.in_flight, flight))
+        launched = self._calling_out(partial(self._launch, queue, batch, book))
+        flight = InFlight(scheduled.req_ids, readers, launched.pending, launched.prompts, launched.failed)
+        in_flight = (*before.in_flight, flight)
+        self.now = Now(queue, batch, launched.leased, before.bound, book, in_flight, kept=before.kept)
         return True
+
+    def _launch(self, queue: Queue, batch: InputBatch, book: Book) -> Launched:
+        """The step that this queue has scheduled last."""
+        now, vocab_size = self.now, batch.limits.vocab_size
+        masks = partial(
+            grammar_masks, self.grammars, book, now.in_flight, queue.in_flight[-1], vocab_size=vocab_size
+        )
+        return launch(now.bound, now.leased, batch, self.dispatch_keys, unscored=Unscored(book), masks=masks)
 
     def _land(self) -> None:
         """The oldest step in flight is known. It stays in flight if its output can not be had now."""
@@ -238,7 +309,7 @@ class Turns:
             queue=queue,
             batch=settle(now.batch, flight.pending.batch, output),
             in_flight=now.in_flight[1:],
-            landed=Landed(flight.readers, output, finished, flight.scores()),
+            landed=Landed(flight.readers, output, finished, flight.scores(), flight.failed),
         )
 
     def _readers(self, req_ids: tuple[str, ...], book: Book) -> Readers:

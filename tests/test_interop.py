@@ -196,6 +196,7 @@ def test_every_shared_parameter_is_taken() -> None:
         "repetition_penalty": 1.2,
         "logprobs": 3,
         "prompt_logprobs": 1,
+        "logprob_token_ids": [7, 2],
         "logit_bias": {"2": 1.5, 3: -2.0},
         "allowed_token_ids": [1, 2],
         "bad_words_token_ids": [[1, 2], [3]],
@@ -223,6 +224,7 @@ def test_every_shared_parameter_is_taken() -> None:
         repetition_penalty=1.2,
         logprobs=3,
         prompt_logprobs=1,
+        logprob_token_ids=(7, 2),
         logit_bias=((2, 1.5), (3, -2.0)),
         allowed_token_ids=(1, 2),
         bad_words_token_ids=((1, 2), (3,)),
@@ -234,9 +236,7 @@ def test_every_shared_parameter_is_taken() -> None:
     assert sampling_params_from_vllm({"max_tokens": None}) == SamplingParams(max_tokens=None)
 
 
-@pytest.mark.parametrize(
-    "name", ["structured_outputs", "logprob_token_ids", "logits_processors", "thinking_token_budget"]
-)
+@pytest.mark.parametrize("name", ["structured_outputs", "logits_processors", "thinking_token_budget"])
 def test_what_no_stage_obeys_is_refused(name: str) -> None:
     """A parameter is never dropped in silence."""
     with pytest.raises(InvalidParameterError, match=name):

@@ -9,7 +9,9 @@ import torch
 
 from purestep.pure.arrays import Tape
 from purestep.pure.records.inputs import BatchDescriptor, ModelInputs
-from tests.laws import assert_pure, digest, equal
+from purestep.pure.records.state import StepState
+from tests.laws import assert_prefix_kept, assert_pure, digest, equal, with_canary
+from tests.leaves import initial
 
 
 def inputs() -> ModelInputs:
@@ -91,3 +93,24 @@ def test_a_stage_that_remembers_is_found() -> None:
         assert_pure(counts)
     with pytest.raises(AssertionError, match="changed its first result"):
         assert_pure(reuses, 1)
+
+
+def in_block(block: int, contents: dict[int, float]) -> StepState:
+    """A state whose row 0 has computed one token, in this block of each KV group; what blocks hold."""
+    state = with_canary(initial(), 0.0)
+    for kv in state.kv:
+        for held, value in contents.items():
+            kv[held] = value
+    for table in state.block_tables:
+        table[0, 0] = block
+    state.ledger.num_computed_tokens[0] = 1
+    return state
+
+
+def test_the_prefix_law_goes_where_the_block_was_copied() -> None:
+    before = in_block(1, {1: 5.0})
+    assert_prefix_kept(before, before, [0])
+    assert_prefix_kept(before, in_block(2, {1: 7.0, 2: 5.0}), [0])
+    for changed in (in_block(1, {1: 7.0}), in_block(2, {1: 5.0}), in_block(2, {1: 5.0, 2: 7.0})):
+        with pytest.raises(AssertionError, match="KV of row 0 changed below its length"):
+            assert_prefix_kept(before, changed, [0])

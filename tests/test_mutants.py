@@ -29,9 +29,11 @@ from purestep.pure.scheduler.admission import Beginning
 from purestep.state.buffers import PersistentBuffers
 from tests.bugs import test_kv_cache, test_prefill, test_sampling, tiny_engine
 from tests.bugs.buffer_mutants import BUFFER_MUTANTS
+from tests.bugs.drafter_mutants import DRAFTER_MUTANTS
 from tests.bugs.moment_mutants import MOMENT_MUTANTS
 from tests.bugs.processor_mutants import PROCESSOR_MUTANTS
 from tests.bugs.runner_mutants import RUNNER_MUTANTS
+from tests.bugs.speculation_mutants import SPECULATION_MUTANTS
 from tests.mutant import Mutant
 from tests.state import test_engine
 
@@ -179,9 +181,11 @@ def with_kernels(**functions: Any) -> dict[str, Kernels]:
 
 MUTANTS = [
     *BUFFER_MUTANTS,
+    *DRAFTER_MUTANTS,
     *MOMENT_MUTANTS,
     *RUNNER_MUTANTS,
     *PROCESSOR_MUTANTS,
+    *SPECULATION_MUTANTS,
     Mutant(
         "H1",
         "a full hit runs no token",

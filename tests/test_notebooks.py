@@ -17,6 +17,7 @@ NOTEBOOKS = (
     "03_in_a_training_loop",
     "04_time_travel",
     "05_sampling",
+    "06_speculation",
 )
 
 
@@ -76,7 +77,7 @@ def test_notebook(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     )
 
 
-@pytest.mark.parametrize(("name", "figures"), list(zip(NOTEBOOKS, (0, 1, 1, 1, 0), strict=True)))
+@pytest.mark.parametrize(("name", "figures"), list(zip(NOTEBOOKS, (0, 1, 1, 1, 0, 1), strict=True)))
 def test_stored_outputs_are_small_and_say_nothing_of_a_machine(name: str, figures: int) -> None:
     text = (ROOT / "notebooks" / f"{name}.ipynb").read_text()
     outputs = [output for cell in code_cells(text) for output in cell["outputs"]]

@@ -154,7 +154,7 @@ def on_device(name: str) -> Callable[[Moment], object]:
     def call(moment: Moment) -> object:
         state = absorb(moment.state, kernels=reference)
         inputs = prepare_inputs(state, kernels=reference)
-        metadata = build_attention_metadata(state, inputs)
+        metadata = build_attention_metadata(state, inputs, kernels=reference)
         executed = execute(MODEL, PARAMS, moment.state, kernels=reference)
         calls: dict[str, tuple[Any, ...]] = {
             "absorb": (absorb, moment.state),
@@ -210,8 +210,10 @@ CALLS: dict[str, Callable[[Moment], object]] = {
         )
     },
     "initial_state": lambda m: assert_pure(initial_state, MODEL, LIMITS),
-    "batch_params": lambda m: assert_pure(batch_params, inputs_of(m)[0]),
-    "build_attention_metadata": lambda m: assert_pure(build_attention_metadata, *inputs_of(m)),
+    "batch_params": lambda m: assert_pure(batch_params, inputs_of(m)[0], kernels=reference),
+    "build_attention_metadata": lambda m: assert_pure(
+        build_attention_metadata, *inputs_of(m), kernels=reference
+    ),
     "preprocess": lambda m: assert_pure(preprocess, inputs_of(m)[1]),
     "update_states": lambda m: assert_pure(update_states, m.before, m.output),
     "plan_step": lambda m: assert_pure(plan_step, m.batch, m.before),

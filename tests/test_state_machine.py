@@ -4,7 +4,7 @@ Two machines do the same. One runs a toy model whose tokens are foretold in plai
 can go wrong; the other runs a small Llama in float64 and compares each request with its run alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, ClassVar
 
@@ -74,7 +74,7 @@ SAMPLED = (
 
 
 @st.composite
-def configs(draw: Any, num_groups: int) -> SchedulerConfig:
+def configs(draw: Any, num_groups: int, num_drafts: Sequence[int]) -> SchedulerConfig:
     """Small caches, so that they overflow, and small budgets, so that prompts come in chunks."""
     sizes = [draw(st.sampled_from([1, 2, 4])) for _ in range(num_groups)]
     tokens = draw(st.sampled_from([14, 10, 20, 32]))  # that the cache holds
@@ -86,7 +86,9 @@ def configs(draw: Any, num_groups: int) -> SchedulerConfig:
         max_model_len=LONGEST,
         enable_prefix_caching=draw(st.sampled_from([True, True, False])),
         block_horizon=draw(st.sampled_from([1, 4])),
-        async_scheduling=draw(st.booleans()),
+        async_scheduling=(is_async := draw(st.booleans())),
+        num_spec_tokens=(most := draw(st.sampled_from(num_drafts))),
+        drafts_on_device=most > 0 and (is_async or draw(st.booleans())),
     )
 
 
@@ -120,6 +122,7 @@ class Machine(RuleBasedStateMachine):
     params: ClassVar[Params]
     choices: ClassVar[tuple[SamplingParams, ...]]
     num_groups: ClassVar[int]
+    num_drafts: ClassVar[Sequence[int]] = (0,)
     worlds: Worlds
 
     def expected(self, request: Request, streams: Streams) -> tuple[int, ...]:
@@ -130,7 +133,7 @@ class Machine(RuleBasedStateMachine):
         data=st.data(), canary=st.sampled_from([NAN, 1e9]), lag=st.integers(2, 3), num_reqs=st.integers(2, 4)
     )
     def begin(self, data: st.DataObject, canary: float, lag: int, num_reqs: int) -> None:
-        config = data.draw(configs(self.num_groups))
+        config = data.draw(configs(self.num_groups, self.num_drafts))
         self.worlds = Worlds(
             self.model,
             self.params,
@@ -258,6 +261,12 @@ class ToyMachine(Machine):
         return toy_model.foretold(request, longest(self.worlds.config))[0]
 
 
+class SpeculatingMachine(ToyMachine):
+    """The same with guesses, on the host or on the device, most of them right."""
+
+    num_drafts = (1, 3)
+
+
 class LlamaMachine(Machine):
     """Every kind of sampling."""
 
@@ -305,8 +314,33 @@ def with_stream(batch: InputBatch, req_id: str, stream: int) -> InputBatch:
     return replace(batch, rows=replace(batch.rows, requests=requests))
 
 
+def test_a_shared_block_is_copied_and_written_in_one_step(unchecked_records: None) -> None:
+    """Its other holder is preempted in that step: the row that shared it reads the copy."""
+    config = SchedulerConfig(
+        num_blocks=(4, 4), block_sizes=(2, 2), max_num_reqs=3, max_num_batched_tokens=8, max_model_len=LONGEST
+    )
+
+    def expected(request: Request, streams: Streams) -> tuple[int, ...]:
+        return toy_model.foretold(request, longest(config))[0]
+
+    worlds = Worlds(ToyMachine.model, ToyMachine.params, config, expected=expected)
+    for arrival, req_id in enumerate("ab"):
+        worlds.add(Request(req_id, TEXTS[0][: 1 + arrival], GREEDY[1], arrival=arrival))
+    worlds.begin()
+    worlds.settle()
+    worlds.fork("a", "c", arrival=2, stream=None)
+    worlds.begin()
+    assert worlds.batch.block_copies == (((1, 3),), ((1, 3),))
+    assert worlds.queue.running.residences[1].blocks[0].tolist() == [2, 1]
+    worlds.drain()
+
+
 def test_foretold_tokens_come_in_both_worlds_whatever_happens(unchecked_records: None) -> None:
     run_state_machine_as_test(ToyMachine, settings=examples(1, stateful_step_count=25))
+
+
+def test_foretold_tokens_come_whatever_is_guessed(unchecked_records: None) -> None:
+    run_state_machine_as_test(SpeculatingMachine, settings=examples(0.5, stateful_step_count=25))
 
 
 def test_every_request_gets_in_both_worlds_what_it_gets_alone(unchecked_records: None) -> None:

@@ -26,12 +26,22 @@ REPLAYED = (
     "chunked_prefill_small",
     "cudagraph_full_and_piecewise",
     "cudagraph_full_decode_only",
+    "cudagraph_ngram",
     "cudagraph_piecewise",
+    "draft_model",
     "logprobs",
     "max_model_len_stop",
     "max_seqs_queue",
     "max_tokens_one",
     "mixed_sampling",
+    "ngram_abort_stop",
+    "ngram_budget_skip",
+    "ngram_chunked",
+    "ngram_max_len",
+    "ngram_min1",
+    "ngram_prefix_cache",
+    "ngram_random_model",
+    "ngram_seeded",
     "preempt_heavy",
     "preempt_resume",
     "preempt_seeded",
@@ -44,11 +54,25 @@ REPLAYED = (
     "single_greedy",
     "smollm_batch",
     "smollm_grammar",
+    "smollm_ngram",
     "staggered",
     "stop_tokens",
 )
-THROUGH_THE_RUNNER = ("async_batch", "async_staggered", "async_stop_penalties", "logprobs", "smollm_grammar")
-ONLY_THE_RUNNER = frozenset(THROUGH_THE_RUNNER) - {"logprobs"}
+ONLY_THE_RUNNER = ("async_batch", "async_staggered", "async_stop_penalties", "smollm_grammar")
+SPECULATION = (
+    "cudagraph_ngram",
+    "draft_model",
+    "ngram_abort_stop",
+    "ngram_budget_skip",
+    "ngram_chunked",
+    "ngram_max_len",
+    "ngram_min1",
+    "ngram_prefix_cache",
+    "ngram_random_model",
+    "ngram_seeded",
+    "smollm_ngram",
+)
+THROUGH_THE_RUNNER = (*ONLY_THE_RUNNER, *SPECULATION, "logprobs")
 NUM_TRACES = 41
 
 Loader = Callable[[str], LoadedModel]

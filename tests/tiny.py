@@ -14,8 +14,10 @@ from purestep.pure.models.llama import llama
 from purestep.pure.models.model import Model
 from purestep.pure.models.names import from_hf_names, hf_shapes
 from purestep.pure.plan import plan_step
+from purestep.pure.propose import equip
 from purestep.pure.record import replace
 from purestep.pure.records.batch import BatchLimits, InputBatch
+from purestep.pure.records.drafter import Drafter
 from purestep.pure.records.outputs import StepOutput
 from purestep.pure.records.params import Params
 from purestep.pure.records.sampling_params import SamplingParams
@@ -134,11 +136,19 @@ class Loop:
     """update_states, plan_step, step, settle, over and over, with nothing in flight."""
 
     def __init__(
-        self, model: Model, params: Params, limits: BatchLimits, *, kernels: Kernels = reference
+        self,
+        model: Model,
+        params: Params,
+        limits: BatchLimits,
+        *,
+        kernels: Kernels = reference,
+        drafter: Drafter | None = None,
     ) -> None:
-        self.model, self.params, self.kernels = model, params, kernels
+        self.model, self.params, self.kernels, self.drafter = model, params, kernels, drafter
         self.batch = self.absorbed = InputBatch.make_empty(limits)
         self.state = initial_state(model, limits, dtype=params.tree["norm"].dtype)
+        if drafter is not None:
+            self.state = equip(self.state, drafter, vocab_size=model.vocab_size)
 
     def plan(self, output: SchedulerOutput) -> StepState:
         """The state with the coming step's plan in its inbox."""
@@ -151,7 +161,9 @@ class Loop:
         """One step, settled."""
         state = self.plan(output)
         with torch.no_grad():
-            self.state, result = step(self.model, self.params, state, kernels=self.kernels)
+            self.state, result = step(
+                self.model, self.params, state, kernels=self.kernels, drafter=self.drafter
+            )
         self.batch = settle(self.batch, self.batch, result)
         return result
 

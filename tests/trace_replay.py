@@ -7,6 +7,7 @@ import base64
 from collections.abc import Mapping, Set
 from typing import Any
 
+import attrs
 import numpy as np
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from purestep.pure.plan import plan_step
 from purestep.pure.record import replace
 from purestep.pure.records.batch import BatchLimits, InputBatch
 from purestep.pure.records.outputs import StepOutput
+from purestep.pure.records.sampling_rows import MAX_STOP_IDS
 from purestep.pure.records.state import ExecuteModelState
 from purestep.pure.settle import settle
 from purestep.pure.step import execute, sample
@@ -34,7 +36,6 @@ def why_not(trace: Json) -> str | None:
     """What a recorded run needs that the step does not have, or None."""
     meta = trace["meta"]
     reasons = {
-        "speculation": meta["num_spec_tokens"] > 0,
         "several KV groups": len(meta["kv_cache_groups"]) > 1,
         "experts": "moe" in meta["model"],
         "an encoder": "whisper" in meta["model"],
@@ -64,31 +65,88 @@ def limits_of(trace: Json, loaded: LoadedModel) -> BatchLimits:
         block_sizes=(meta["block_size"],),
         num_blocks=(meta["num_blocks"],),
         eos_token_ids=loaded.eos_token_ids,
+        num_drafts=meta["num_spec_tokens"],
     )
 
 
+def kept_of(step: Json, req_id: str) -> list[int]:
+    """What the scheduler kept of a request's recorded tokens: upstream cuts them where it stops, we on the device."""
+    (told,) = [out["new_token_ids"] for out in step["engine_outputs"] if out["req_id"] == req_id] or [[]]
+    return list(told)
+
+
+@attrs.frozen
+class Drawn:
+    """What a step's random requests drew, in the order of our batch; ones where nothing was drawn."""
+
+    exponential: Tensor  # [reqs, vocab], of the token behind all drafts
+    uniform: Tensor  # [reqs, drafts], of accepting each draft
+    recovered: Tensor  # [reqs, vocab], of the token in a fallen draft's place
+
+
 class Noise:
-    """Exp(1) noise as it was recorded, in the order of our batch; where it was not, drawn as it was then."""
+    """Noise as it was recorded; where it was not, drawn as it was then, by a generator for each seeded request."""
 
     def __init__(self) -> None:
         self.generators: dict[str, torch.Generator] = {}
 
-    def of(self, batch: InputBatch, step: Json) -> Tensor | None:
+    def of(self, batch: InputBatch, step: Json) -> Drawn | None:
         """That of a step, None if nothing is drawn in it."""
-        theirs = step["model_runner_output"]["req_ids"]
-        if step.get("sample_noise"):
-            (entry,) = step["sample_noise"]
-            return matrix(entry)[[theirs.index(req_id) for req_id in batch.req_ids]]
+        theirs, output = step["model_runner_output"]["req_ids"], step["scheduler_output"]
         if not batch.layout.bounds.sampler.random:
             return None
-        noise = torch.ones(len(batch.req_ids), batch.limits.vocab_size)
+        num_reqs, vocab = len(batch.req_ids), batch.limits.vocab_size
+        exponential, recovered = torch.ones(num_reqs, vocab), torch.ones(num_reqs, vocab)
+        uniform = torch.ones(num_reqs, batch.limits.num_drafts, dtype=torch.float64)
         for index, req_id in enumerate(batch.req_ids):
             params = params_of(batch, req_id)
-            if params.is_random and step["model_runner_output"]["sampled_token_ids"][theirs.index(req_id)]:
-                if req_id not in self.generators:
-                    self.generators[req_id] = torch.Generator().manual_seed(params.seed)
-                noise[index].exponential_(generator=self.generators[req_id])
-        return noise
+            kept = step["model_runner_output"]["sampled_token_ids"][theirs.index(req_id)]
+            if not params.is_random or params.seed is None or not kept:
+                continue
+            if req_id not in self.generators:
+                self.generators[req_id] = torch.Generator().manual_seed(params.seed)
+            generator = self.generators[req_id]
+            exponential[index].exponential_(generator=generator)
+            num_drafts = len(output["scheduled_spec_decode_tokens"].get(req_id, ()))
+            if num_drafts:
+                uniform[index, :num_drafts].uniform_(generator=generator)
+                recovered[index].exponential_(generator=generator)
+        if step.get("sample_noise"):
+            (entry,) = step["sample_noise"]
+            exponential = matrix(entry)[[theirs.index(req_id) for req_id in batch.req_ids]]
+        if step.get("uniform_probs"):
+            rest = iter(step["uniform_probs"])
+            own = {r: [next(rest) for _ in output["scheduled_spec_decode_tokens"].get(r, ())] for r in theirs}
+            for index, req_id in enumerate(batch.req_ids):
+                uniform[index, : len(own[req_id])] = torch.tensor(own[req_id], dtype=torch.float64)
+        return Drawn(exponential, uniform, recovered)
+
+
+def drawing(kernels: Kernels, drawn: Drawn | None) -> Kernels:
+    """Kernels that verify drafts with this noise."""
+    if drawn is None:
+        return kernels
+
+    def count_accepted(
+        logits: Tensor, drafts: Tensor, num_drafts: Tensor, probs: Tensor | None, uniform: Tensor
+    ) -> Any:
+        assert drawn.uniform.shape == uniform.shape
+        return kernels.count_accepted(logits.double(), drafts, num_drafts, probs, drawn.uniform)
+
+    def draw_last(
+        logits: Tensor,
+        drafts: Tensor,
+        num_drafts: Tensor,
+        accepted: Tensor,
+        probs: Tensor | None,
+        exponential: Tensor,
+    ) -> Any:
+        fell = (accepted < num_drafts)[:, None]
+        noise = torch.where(fell, drawn.recovered, drawn.exponential)
+        assert noise.shape == exponential.shape
+        return kernels.draw_last(logits, drafts, num_drafts, accepted, probs, noise.to(exponential.dtype))
+
+    return replace(kernels, count_accepted=count_accepted, draw_last=draw_last)
 
 
 def params_of(batch: InputBatch, req_id: str) -> Any:
@@ -125,11 +183,13 @@ class Replay:
             )
             compare_inputs(batch, executed, step)
             self._compare_prompt_logprobs(executed, step)
-            self.state, output = sample(executed, kernels=kernels, exponential=self.noise.of(batch, step))
+            drawn = self.noise.of(batch, step)
+            plain = drawn.exponential if drawn is not None and executed.inputs.drafts is None else None
+            self.state, output = sample(executed, kernels=drawing(kernels, drawn), exponential=plain)
         compare_output(batch, output, step)
         self.absorbed = batch
         self.batch = settle(batch, batch, output)
-        compare_bookkeeping(self.batch, step)
+        compare_bookkeeping(self.batch, output, step)
 
     def _compare_prompt_logprobs(self, executed: ExecuteModelState, step: Json) -> None:
         """Each prompt token's log-probability comes from the hidden state before it, over all chunks."""
@@ -166,7 +226,9 @@ def compare_batch(batch: InputBatch, step: Json) -> None:
     assert set(batch.req_ids) == set(recorded["req_ids"])
     for index, req_id in enumerate(recorded["req_ids"]):
         row = batch.row_of[req_id]
-        assert batch.rows.tokens[row].tolist() == recorded["token_ids"][index]  # type: ignore[union-attr]
+        drafts = [token for at, _, token in batch.drafts.tolist() if at == row]
+        assert drafts == recorded["spec_token_ids"][index]
+        assert [*batch.rows.tokens[row].tolist(), *drafts] == recorded["token_ids"][index]  # type: ignore[union-attr, misc]
         assert batch.rows.block_ids[0][row].tolist() == recorded["block_table"][0][index]  # type: ignore[union-attr]
         assert batch.columns.num_prompt_tokens[row] == recorded["num_prompt_tokens"][index]
         assert batch.columns.num_tokens[row] == recorded["num_tokens_no_spec"][index]
@@ -187,7 +249,12 @@ def compare_inputs(
     starts, their_starts = inputs.query_start_loc.tolist(), recorded["query_start_loc"]
     scheduled = step["scheduler_output"]["num_scheduled_tokens"]
     logits = matrix(step["logits"]) if step.get("logits") else None
+    speculation = recorded.get("spec_decode_metadata") or {"num_draft_tokens": [0] * len(theirs)}
+    num_drafts = speculation["num_draft_tokens"]
+    first_rows = np.cumsum([0, *(n + 1 for n in num_drafts)]).tolist()
+    places = len(inputs.logits_indices) // len(theirs)
     assert len(batch.req_ids) == len(theirs) == len(inputs.seq_lens)
+    assert (places > 1) == any(num_drafts)
     for index, req_id in enumerate(batch.req_ids):
         if req_id in stopped:
             assert inputs.seq_lens[index] == 0
@@ -201,11 +268,13 @@ def compare_inputs(
         assert inputs.slot_mapping[0, ours].tolist() == recorded["slot_mapping"][0][recorded_part]
         assert inputs.seq_lens[index] == recorded["seq_lens"][other]
         assert bool(inputs.discard[index]) == recorded["discard_request_mask"][other]
-        from_end = recorded["logits_indices"][other] - recorded_part.stop
-        assert int(inputs.logits_indices[index]) - ours.stop == from_end
-        if logits is not None:
-            tolerance = 2e-5 * float(logits[other].abs().max())
-            torch.testing.assert_close(executed.logits[index], logits[other], rtol=0, atol=tolerance)  # type: ignore[index]
+        for place, row in enumerate(range(first_rows[other], first_rows[other + 1])):
+            own = index * places + place
+            from_end = recorded["logits_indices"][row] - recorded_part.stop
+            assert int(inputs.logits_indices[own]) - ours.stop == from_end
+            if logits is not None:
+                tolerance = 2e-5 * float(logits[row].abs().max())
+                torch.testing.assert_close(executed.logits[own], logits[row], rtol=0, atol=tolerance)  # type: ignore[index]
 
 
 def compare_output(batch: InputBatch, output: StepOutput, step: Json) -> None:
@@ -216,21 +285,32 @@ def compare_output(batch: InputBatch, output: StepOutput, step: Json) -> None:
     for index, req_id in enumerate(batch.req_ids):
         other = recorded["req_ids"].index(req_id)
         kept = [token for token in output.sampled_token_ids[index].tolist() if token >= 0]
-        assert kept == recorded["sampled_token_ids"][other]
-        assert bool(output.active[index]) == (req_id not in finished)
+        goes_on, params = bool(output.active[index]), params_of(batch, req_id)
+        assert kept == (recorded["sampled_token_ids"][other] if goes_on else kept_of(step, req_id))
+        is_host_stop = len(params.stop_token_ids) >= MAX_STOP_IDS  # the device does not know all of them
+        assert goes_on == (req_id not in finished) or (is_host_stop and goes_on)
         assert not output.has_nan[index]
         if recorded["logprobs"] is not None:
             tensors = output.logprobs_tensors
             assert tensors is not None
-            row = slice(index, index + 1)
-            theirs = {
-                key: recorded["logprobs"][key][other : other + 1]
-                for key in ("token_ids", "logprobs", "ranks")
-            }
+            width = output.sampled_token_ids.shape[1]
+            row = slice(index * width, index * width + (len(kept) if width > 1 else 1))
+            theirs = logprobs_of(recorded["logprobs"], other, row.stop - row.start)
             ours = tensors.logprob_token_ids[row], tensors.logprobs[row], tensors.selected_token_ranks[row]
             compare_logprobs(*ours, theirs)
     if recorded["logprobs"] is None:
         assert output.logprobs_tensors is None
+
+
+def logprobs_of(recorded: Json, index: int, num_tokens: int) -> Json:
+    """The recorded rows of a request's first so many tokens."""
+    starts = recorded.get("cu_num_generated_tokens")
+    first = starts[index] if starts else index
+    return {
+        key: recorded[key][first : first + num_tokens]
+        for key in ("token_ids", "logprobs", "ranks")
+        if recorded[key]
+    }
 
 
 def compare_logprobs(ids: Tensor, values: Tensor, ranks: Tensor, recorded: Mapping[str, Any]) -> None:
@@ -241,11 +321,16 @@ def compare_logprobs(ids: Tensor, values: Tensor, ranks: Tensor, recorded: Mappi
     torch.testing.assert_close(values, expected, rtol=0, atol=LOGPROB_TOLERANCE)
 
 
-def compare_bookkeeping(batch: InputBatch, step: Json) -> None:
-    """After the step the host knows the recorded outputs."""
+def compare_bookkeeping(batch: InputBatch, output: StepOutput, step: Json) -> None:
+    """After the step the host knows the recorded outputs, without what upstream keeps behind the end of a request."""
     recorded: Json = step["after_bookkeeping"]["output_token_ids"]
+    sampled = step["model_runner_output"]
     assert batch.row_of.keys() == recorded.keys()
-    for req_id, row in batch.row_of.items():
+    for index, req_id in enumerate(batch.req_ids):
+        row, expected = batch.row_of[req_id], recorded[req_id]
+        if not output.active[index]:
+            theirs = sampled["sampled_token_ids"][sampled["req_ids"].index(req_id)]
+            expected = expected[: len(expected) - len(theirs) + len(kept_of(step, req_id))]
         tokens, prompt = batch.rows.tokens[row], int(batch.columns.num_prompt_tokens[row])
-        assert tokens.tolist()[prompt:] == recorded[req_id]  # type: ignore[union-attr]
-        assert batch.columns.num_tokens[row] == prompt + len(recorded[req_id])
+        assert tokens.tolist()[prompt:] == expected  # type: ignore[union-attr]
+        assert batch.columns.num_tokens[row] == prompt + len(expected)

@@ -19,10 +19,11 @@ from purestep.pure.initial import initial_state
 from purestep.pure.models.model import Model
 from purestep.pure.padding import pad_batch
 from purestep.pure.plan import plan_step
+from purestep.pure.propose import propose
 from purestep.pure.record import replace
 from purestep.pure.records.batch import BatchLimits, InputBatch
 from purestep.pure.records.inputs import BatchDescriptor
-from purestep.pure.records.outputs import StepOutput
+from purestep.pure.records.outputs import DraftTokenIds, StepOutput
 from purestep.pure.records.params import Params
 from purestep.pure.records.queue import Finished, Queue, Request, SchedulerConfig
 from purestep.pure.records.scheduler_output import SchedulerOutput
@@ -40,6 +41,7 @@ from purestep.pure.scheduler import (
     make_queue,
     preempt_all,
     schedule,
+    take_drafts,
     update,
 )
 from purestep.pure.settle import give_up, settle
@@ -50,6 +52,7 @@ from purestep.state.moments import Moment, remember, rewind
 from purestep.state.pending import Pending
 from purestep.state.run import BoundStep, run
 from tests import laws
+from tests.toy_drafter import guessed, toy_drafter
 
 Streams = tuple[
     tuple[int, int], ...
@@ -106,10 +109,16 @@ class Worlds:
             block_sizes=config.block_sizes,
             num_blocks=config.num_blocks,
             eos_token_ids=eos_token_ids,
+            num_drafts=config.num_spec_tokens,
         )
+        self.drafter = toy_drafter(config.num_spec_tokens) if config.drafts_on_device else None
         self.queue, self.batch = make_queue(config), InputBatch.make_empty(self.limits)
         self.bound = BoundStep(
-            PersistentBuffers(model, self.limits, dtype=torch.float64), model, params, donating
+            PersistentBuffers(model, self.limits, dtype=torch.float64, drafter=self.drafter),
+            model,
+            params,
+            donating,
+            drafter=self.drafter,
         )
         self.requests: dict[str, Request] = {}
         self.streams: dict[str, Streams] = {}
@@ -153,6 +162,9 @@ class Worlds:
 
     def fork(self, parent: str, req_id: str, *, arrival: int, stream: int | None) -> None:
         """A request goes on under a second id; what is refused for want of room changes nothing."""
+        self._await_drafts()
+        if parent not in self.requests or req_id in self.requests:
+            return
         has_row = parent in self.batch.row_of and bool(free_rows(drop(self.batch, [req_id])))
         on_its_way = sum(
             bool(step.samples[step.ticket == self.queue.live.get(parent)].any())
@@ -187,6 +199,7 @@ class Worlds:
 
     def remember(self) -> None:
         """In both worlds; in that of free values it is keeping the values."""
+        self._await_drafts()
         name = 1 + max((moment.name for moment in self.moments), default=0)
         shareable = hold(self.queue, name)
         self.queue, self.batch = shareable.queue, keep_blocks(self.batch, shareable.kept)
@@ -280,7 +293,7 @@ class Worlds:
         laws.assert_prefix_kept(old_buffers, self.leased.value, held)
         laws.assert_frame(old_buffers, self.leased.value, self.slots, targets(output))
         self._assert_same_worlds(sorted(self.batch.row_of.values()))
-        assert_same_output(pending.result(), result, bounds.num_reqs)
+        laws.assert_same_output(pending.result(), result, bounds.num_reqs)
         self.begun.append(Begun(self.batch, result, pending))
         self.is_sound = True
         return True
@@ -293,7 +306,8 @@ class Worlds:
             executed = execute(
                 self.model, self.params, replace(old, inbox=plan.inbox.to("cpu")), kernels=reference
             )
-            self.state, result = sample(executed, kernels=reference)
+            sampled = sample(executed, kernels=reference)
+            self.state, result = propose(self.drafter, self.params, executed, *sampled, kernels=reference)
         self.absorbed = self.batch
         assert laws.leaf_bytes(old) == before, "a step changed the state that it began with"
         self.slots = laws.written_slots(self.state, executed.inputs)
@@ -324,11 +338,24 @@ class Worlds:
         output = step.pending.result()
         self.queue, finished = update(self.queue, step.batch.req_ids, output)
         self.batch = settle(self.batch, step.batch, output)
+        if self.config.num_spec_tokens and self.drafter is None:
+            self._draft()
         check_invariants(self.queue)
         laws.assert_rows_are_a_partition(self.batch)
         for done in finished:
             self._check(done)
         self.is_sound = True
+
+    def _draft(self) -> None:
+        """The scheduler is told of guesses for all who run."""
+        own = {r: self.batch.rows.tokens[row].tolist() for r, row in self.batch.row_of.items()}  # type: ignore[union-attr]
+        drafts = [guessed(tokens, self.config.num_spec_tokens) for tokens in own.values()]
+        self.queue = take_drafts(self.queue, DraftTokenIds(tuple(own), tuple(drafts)))
+
+    def _await_drafts(self) -> None:
+        """Until it is known what becomes of them, nobody knows which blocks are full."""
+        while self.config.num_spec_tokens and self.begun:
+            self.settle()
 
     def _check(self, done: Finished) -> None:
         request = self.requests.pop(done.req_id)
@@ -362,19 +389,3 @@ def assert_rows_are_stable(before: InputBatch, after: InputBatch) -> None:
 def targets(output: SchedulerOutput) -> list[list[int]]:
     """Blocks that a step copies into, per KV group."""
     return [[target for _, target in pairs] for pairs in output.block_copies]
-
-
-def assert_same_output(ours: StepOutput, theirs: StepOutput, num_reqs: int) -> None:
-    """The padded output says of the real requests what the other one says; behind them nothing is kept."""
-    assert (ours.sampled_token_ids[num_reqs:] == -1).all()
-    for name in ("sampled_token_ids", "num_computed_tokens", "active", "has_nan"):
-        assert np.array_equal(getattr(ours, name)[:num_reqs], getattr(theirs, name).numpy())
-    if theirs.logprobs_tensors is None:
-        assert ours.logprobs_tensors is None
-        return
-    for name in ("logprob_token_ids", "selected_token_ranks"):
-        found = getattr(ours.logprobs_tensors, name)[:num_reqs]
-        assert np.array_equal(found, getattr(theirs.logprobs_tensors, name).numpy())
-    np.testing.assert_allclose(
-        ours.logprobs_tensors.logprobs[:num_reqs], theirs.logprobs_tensors.logprobs.numpy(), rtol=0, atol=1e-9
-    )

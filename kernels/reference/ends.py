@@ -47,19 +47,30 @@ def lay_out(
     most = torch.minimum(known, room[row_of_index]).clamp(max=max_seq_len)
     runs = (ledger[ACTIVE][row_of_index] > 0) & (end <= most)
     writes = runs[index] & (token < query_start_loc[-1])
-    slots = []
-    for table, size in zip(block_tables, block_sizes, strict=True):
-        place = torch.clamp(position // size, max=table.shape[1] - 1)
-        block = torch.where(writes, table[row, place], 0)
-        slots.append(block.to(torch.int64) * size + position % size)
     return (
         token_ids[row, position],
         position,
-        torch.stack(slots),
+        slots(block_tables, block_sizes, row, position, writes),
         torch.where(runs, end, 0).to(torch.int32),
         (query_start_loc[1:] - 1).clamp(min=0),
         ~runs | (end < known),
     )
+
+
+def slots(
+    block_tables: tuple[Tensor, ...],
+    block_sizes: tuple[int, ...],
+    row: Tensor,
+    position: Tensor,
+    writes: Tensor,
+) -> Tensor:
+    """Where the keys and values of tokens go, per KV group: int64 [groups, tokens], in block 0 if it writes none."""
+    found = []
+    for table, size in zip(block_tables, block_sizes, strict=True):
+        place = torch.clamp(position // size, max=table.shape[1] - 1)
+        block = torch.where(writes, table[row, place], 0)
+        found.append(block.to(torch.int64) * size + position % size)
+    return torch.stack(found)
 
 
 def advance(

@@ -1,4 +1,4 @@
-"""Which request a token belongs to."""
+"""Which request a token belongs to, and what the rows of a batch say."""
 
 import torch
 from torch import Tensor
@@ -17,3 +17,8 @@ def ragged_index(query_start_loc: Tensor, num_tokens: int) -> tuple[Tensor, Tens
     )
     index = torch.searchsorted(ends, token, right=True).clamp(max=ends.shape[0] - 1)
     return index, (token - query_start_loc[index]).to(torch.int64)
+
+
+def take_rows(tables: tuple[Tensor, ...], rows: Tensor) -> tuple[Tensor, ...]:
+    """Of each table [all rows, ...] the given rows [reqs], in their order: [reqs, ...]."""
+    return tuple([table.index_select(0, rows) for table in tables])

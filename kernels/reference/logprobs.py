@@ -22,6 +22,14 @@ def gather_logprobs(logprobs: Tensor, ids: Tensor, num_logprobs: int) -> tuple[T
     return ids.to(torch.int32), values, ranks
 
 
+def logsumexp(logits: Tensor) -> Tensor:
+    """What the logits [reqs, vocab] of each row have to be lowered by to be log-probabilities: [reqs].
+
+    -inf for a row of nothing else, +inf where the largest is, NaN where one is.
+    """
+    return logits.logsumexp(-1)
+
+
 def gather_ids(logprobs: Tensor, ids: Tensor) -> Tensor:
     """Values of logprobs [reqs, vocab] at `ids` int [reqs, n]: [reqs, n], -inf where an id is negative."""
     values = logprobs.gather(-1, ids.clamp(min=0).to(torch.int64))

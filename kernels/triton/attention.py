@@ -9,6 +9,7 @@ from purestep.kernels.triton.dense import rms_norm, rotate
 from purestep.kernels.triton.mixed import mixed, mixed_tile
 from purestep.kernels.triton.rotation import Rotation, check_rotation, turn_and_write
 from purestep.kernels.triton.shared import check_floats, check_rows
+from purestep.kernels.triton.short import few_queries, is_short, short, short_tile
 from purestep.kernels.triton.softmax import score_form
 from purestep.kernels.triton.writes import write_kv
 from purestep.kernels.types import Kernels
@@ -32,8 +33,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Write this step's keys and values into `kv`, then attend; arguments as in `Attend`.
 
-    Where no request has more than one query, keys are split among programs; else queries are tiled. What lies in
-    slots past a request's length, or before its window, is not read.
+    Where no request has more than one query, keys are split among programs, and in small batches also where a request
+    has few; else queries are tiled. What lies in slots past a request's length, or before its window, is not read.
     """
     return _attend(
         q, k, v, kv, query_start_loc, seq_lens, block_table, slot_mapping, None, max_query_len, max_seq_len, scale,
@@ -122,4 +123,10 @@ def _attend(
         q = turn_and_write(q, k, v, kv, slot_mapping, rotation)
     if q.shape[0] == 0 or seq_lens.shape[0] == 0:
         return q.new_zeros(q.shape), kv
-    return mixed(q, kv, *batch, form=form, tile=mixed_tile(q.dtype, dim, group)), kv
+    is_few, others = is_short(q.shape[0], seq_lens.shape[0], kv.shape[3], group), None
+    if not is_few or max_query_len > few_queries(group):
+        others = mixed(q, kv, *batch, form=form, tile=mixed_tile(q.dtype, dim, group))
+        if not is_few:
+            return others, kv
+    tile = short_tile(q.dtype, dim, group)
+    return short(q, kv, *batch, max_seq_len=max_seq_len, form=form, tile=tile, out=others), kv

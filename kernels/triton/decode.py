@@ -283,6 +283,17 @@ def _join(
     lane = tl.arange(0, WIDTH)[None, :]
     row = (place.to(tl.int64) * HEADS + head) * grid_parts
     num_there = tl.where(place < num_reqs, grid_parts, 0)
+    total, values = join_parts(partial, mass, row, grid_parts, num_there, used, DIM, WIDTH)
+    result = rounded(normalized(values, total), out.dtype.element_ty)
+    target = out + (token.to(tl.int64) * HEADS + head) * DIM
+    tl.store(target + lane, result, mask=lane < tl.where(token >= 0, DIM, 0))
+    _zero_padding(out, query_start_loc, place, head, num_reqs, num_tokens, HEADS, DIM, WIDTH)
+
+
+@triton.jit
+def join_parts(partial, mass, row, grid_parts, num_there, used, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """The mass [1] and the weighted values [1, WIDTH] of a query and head whose `used` parts begin at `row`."""
+    lane = tl.arange(0, WIDTH)[None, :]
     largest, total, values = empty_softmax(1, WIDTH)
     for start in range(0, grid_parts, PARTS):
         part = start + tl.arange(0, PARTS)
@@ -303,7 +314,4 @@ def _join(
         total = total * shrink + tl.sum(weight * scale, 0)
         values = values * shrink[:, None] + tl.sum(piece * scale[:, None], 0)[None, :]
         largest = now
-    result = rounded(normalized(values, total), out.dtype.element_ty)
-    target = out + (token.to(tl.int64) * HEADS + head) * DIM
-    tl.store(target + lane, result, mask=lane < tl.where(token >= 0, DIM, 0))
-    _zero_padding(out, query_start_loc, place, head, num_reqs, num_tokens, HEADS, DIM, WIDTH)
+    return total, values

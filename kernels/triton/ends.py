@@ -130,7 +130,7 @@ def advance(
     back what they read.
     """
     num_reqs, num_rows = row_of_index.shape[0], ledger.shape[1]
-    kept, computed, stays, now_nan = _together(sampled, seq_lens, discard, discard)
+    kept, computed, stays, now_nan = together(sampled, seq_lens, discard, discard)
     given = (row_of_index, seq_lens, discard, sampled, stops, has_nan)
     _advance[(triton.cdiv(max(num_reqs, num_rows), LANES),)](
         ledger, token_ids, *(x.contiguous() for x in given), kept, computed, stays, now_nan, num_reqs, num_rows,
@@ -139,11 +139,13 @@ def advance(
     return ledger, token_ids, kept, computed, stays, now_nan
 
 
-def _together(*columns: Tensor) -> list[Tensor]:
+def together(*columns: Tensor) -> list[Tensor]:
     """Columns like these, unfilled, in one allocation: one copy brings them all to the host."""
     ends = list(itertools.accumulate([triton.cdiv(x.nbytes, 16) * 16 for x in columns], initial=0))
     data = torch.empty(ends[-1], dtype=torch.uint8, device=columns[0].device)
-    return [data[at : at + x.nbytes].view(x.dtype) for at, x in zip(ends, columns, strict=False)]
+    return [
+        data[at : at + x.nbytes].view(x.dtype).view(x.shape) for at, x in zip(ends, columns, strict=False)
+    ]
 
 
 @triton.jit(

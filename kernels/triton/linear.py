@@ -21,6 +21,8 @@ from purestep.kernels.types import Kernels
 
 MANY_ROWS = 6400  # of each half of a gated weight: a hundred programs of 64
 VOCABULARY = 32768  # rows of a weight that is a head
+FEWEST_ROWS, MOST_ROWS = 960, 4096  # of a weight that is cut into slices
+SLICES = 4
 
 
 def tile_for(
@@ -36,13 +38,23 @@ def tile_for(
     torch's product is to be used. `normed`: a norm of x is made on the way."""
     if num_tokens == 1:
         return _tile_for_one(num_in, gated=gated, normed=normed)
-    if dtype.itemsize != 2 or num_out < (MANY_ROWS if gated else VOCABULARY):
+    if dtype.itemsize != 2:
         return None
     if num_tokens <= 16:
-        return SkinnyTile(16, 64, 64, 4, 6) if gated else SkinnyTile(16, 64, 128, 4, 4)
-    if gated and 32 < num_tokens <= 64 and num_in <= 2048:
+        return _tile_for_a_few(num_tokens, num_out, num_in, gated=gated)
+    if gated and 32 < num_tokens <= 64 and num_in <= 2048 and num_out >= MANY_ROWS:
         return SkinnyTile(64, 64, 64, 4, 5)
     return None
+
+
+def _tile_for_a_few(num_tokens: int, num_out: int, num_in: int, *, gated: bool) -> SkinnyTile | None:
+    """The tile for up to 16 rows: slices where they give the processors of a large chip a program or two each."""
+    if num_out >= (MANY_ROWS if gated else VOCABULARY):
+        return SkinnyTile(16, 64, 64, 4, 6) if gated else SkinnyTile(16, 64, 128, 4, 4)
+    if not FEWEST_ROWS <= num_out <= MOST_ROWS or num_in % (SLICES * 128):
+        return None
+    tokens = 8 if num_tokens <= 8 else 16
+    return SkinnyTile(tokens, 64, 64, 4, 5, SLICES) if gated else SkinnyTile(tokens, 64, 128, 4, 5, SLICES)
 
 
 def _tile_for_one(num_in: int, *, gated: bool, normed: bool) -> GemvTile | None:
@@ -55,9 +67,9 @@ def _tile_for_one(num_in: int, *, gated: bool, normed: bool) -> GemvTile | None:
         return GemvTile(2, columns, 4) if columns == 2048 else GemvTile(4, columns, 8)
     if normed and num_in > 2048:
         return GemvTile(8, min(columns, 1024), 4)
-    if num_in > 2048 and columns == 2048:
-        return GemvTile(1, columns, 4)
-    return GemvTile(4, columns, 4)
+    if num_in > 2048:
+        return GemvTile(1, columns, 4) if columns == 2048 else GemvTile(2, 2048, 4)
+    return GemvTile(2 if normed and num_in <= 1024 else 4, columns, 4)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

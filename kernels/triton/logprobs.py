@@ -19,7 +19,18 @@ from purestep.kernels.triton.shared import SMALLEST_KEY, check_floats, check_row
 
 SUB_BLOCK = 128
 CAPACITY = 2048  # candidates of a row; with more, the largest are looked for in the whole row
+CHUNK = 4096  # of a row, at a time
 MOST = 1024  # that are sorted in registers; more are left to torch's sort of whole rows
+
+
+def logsumexp(logits: Tensor) -> Tensor:
+    """Of each row of logits [reqs, vocab], which is read once: float32 [reqs]."""
+    check_floats("logsumexp", logits)
+    check_rows("logsumexp", logits=logits)
+    out = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    if len(logits):
+        _logsumexp[(len(logits),)](logits, out, logits.stride(0), logits.shape[1], CHUNK=CHUNK, num_warps=8)
+    return out
 
 
 def gather_logprobs(logprobs: Tensor, ids: Tensor, num_logprobs: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,3 +130,28 @@ def _gather(
         token = (tl.sort(number, descending=True) & 0x7FFFFFFF).to(tl.int32) ^ 0x7FFFFFFF
         tl.store(out_ids + 1 + place, token, mask=place < N)
         tl.store(out_values + 1 + place, tl.load(logprobs + token, mask=place < N, other=0.0), mask=place < N)
+
+
+@triton.jit
+def _logsumexp(logits, out, step, vocab, CHUNK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, CHUNK)
+    peak = tl.full(
+        [CHUNK], float("-inf"), tl.float32
+    )  # of each place so far; what is summed is relative to it
+    total = tl.zeros([CHUNK], tl.float32)
+    for start in range(0, vocab, CHUNK):
+        token = start + place
+        x = tl.load(logits + row * step + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(peak, x)
+        base = _finite(higher)
+        total = total * tl.exp(peak - base) + tl.exp(x - base)
+        peak = higher
+    base = _finite(tl.max(peak, 0))
+    tl.store(out + row, base + tl.log(tl.sum(total * tl.exp(peak - base), 0)))
+
+
+@triton.jit
+def _finite(x):
+    """0 for infinities, from which no difference can be taken."""
+    return tl.where((x == float("inf")) | (x == float("-inf")), 0.0, x)

@@ -2,7 +2,9 @@
 
 A tile is some consecutive queries of one request, times the heads that share a key head. Tiles are numbered so that
 a program finds its request from its number: request i owns those from query_start_loc[i] // QUERIES + i on. What lies
-past the last request is one more, of length 0, and so is zeroed.
+past the last request is one more, of length 0, and so is zeroed. Tiles of keys lie at multiples of their size and are
+taken in order, and what a row does not see changes no bit of it: so with one tile and without fused roundings, a
+query's result is the same in every batch and however its prompt is cut.
 """
 
 import torch
@@ -47,8 +49,13 @@ def mixed(
     *,
     form: ScoreForm,
     tile: Tile,
+    fuses: bool = True,
 ) -> Tensor:
-    """Attention of every query token: [tokens, heads, dim]. The cache is read only."""
+    """Attention of every query token: [tokens, heads, dim]. The cache is read only.
+
+    Where it `fuses` products with sums, a key that needs no mask may be taken in with other roundings than one that
+    does.
+    """
     num_tokens, num_heads, dim = q.shape
     num_reqs, num_kv_heads = seq_lens.shape[0], kv.shape[3]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -59,7 +66,7 @@ def mixed(
         block_table.shape[1], *q.stride()[:2], *kv.stride()[:4], block_table.stride(0),
         HEADS=num_heads, DIM=dim, WIDTH=lanes(dim), BLOCK_SIZE=kv.shape[2], KEYS=tile.keys,
         WINDOW=form.window, GROUP=group, ROWS=tile.rows, QUERIES=queries, HAS_CAP=form.cap > 0,
-        STAGES=tile.num_stages, num_warps=tile.num_warps,
+        STAGES=tile.num_stages, num_warps=tile.num_warps, enable_fp_fusion=fuses,
     )  # fmt: skip
     return out
 
@@ -113,7 +120,9 @@ def _mixed(
         begin = lowest * 0
         seen_by_all = tl.maximum(lowest + 1, 0) // KEYS * KEYS
         if WINDOW > 0:
-            begin = tl.maximum(lowest - WINDOW + 1, 0)
+            begin = (
+                tl.maximum(lowest - WINDOW + 1, 0) // KEYS * KEYS
+            )  # so that tiles lie alike for every query
             seen_by_all = begin
         kv = kv + group * kv_head
         table = block_table + request.to(tl.int64) * table_row
@@ -124,8 +133,11 @@ def _mixed(
             largest, mass, values = take_in(score, v.to(x.dtype), largest, mass, values)
         for at in tl.range(seen_by_all, end, KEYS, num_stages=STAGES):
             key = at + tl.arange(0, KEYS)
+            exists = key < end
+            if WINDOW > 0:
+                exists = exists & (key > lowest - WINDOW)
             k, v = load_tile(
-                kv, table, key, key < end, kv_block, kv_plane, kv_slot, BLOCK_SIZE, DIM, WIDTH, True
+                kv, table, key, exists, kv_block, kv_plane, kv_slot, BLOCK_SIZE, DIM, WIDTH, True
             )
             seen = key[None, :] <= position[:, None]
             if WINDOW > 0:

@@ -2,6 +2,7 @@
 
 Every function looks at a list: `values` in order of id, `count` of them. A list is a whole row, or the few candidates
 of it that can matter: entries not below a floor that is sure to lie under the cut. Sums are made in one fixed order.
+Where a `peak` and a `divisor` are given, the entries are those of the list as temperature leaves them (`scaled`).
 """
 
 import torch
@@ -73,8 +74,15 @@ def nth_largest(keys, n):
 
 
 @triton.jit
+def scaled(value, peak, divisor):
+    """(value - peak) / divisor, rounded as the reference rounds it; the value itself where the divisor is 1."""
+    return tl.where(divisor == 1.0, value, tl.div_rn(value - peak, tl.zeros_like(value) + divisor))
+
+
+@triton.jit
 def candidates(
-    row, width, keys, subs, floor, listed, values, ids, SUB: tl.constexpr, SUBS: tl.constexpr, CAPACITY: tl.constexpr
+    row, width, keys, subs, floor, listed, values, ids, SUB: tl.constexpr, SUBS: tl.constexpr, CAPACITY: tl.constexpr,
+    peak=0.0, divisor=1.0,
 ):  # fmt: skip
     """Lists the entries of `row` from `floor` up, in order of id; how many there are, of which CAPACITY are kept.
 
@@ -92,6 +100,7 @@ def candidates(
         own = tl.load(listed + i, mask=i < num_chosen, other=subs)
         place = tl.reshape(own[:, None] * SUB + tl.arange(0, SUB)[None, :], [ROWS * SUB])
         value = tl.load(row + place, mask=place < width, other=float("-inf")).to(tl.float32)
+        value = scaled(value, peak, divisor)
         hit = ((order_key(value) >= floor) & (place < width)).to(tl.int32)
         target = count + tl.cumsum(hit, 0) - 1
         tl.store(values + target, value, mask=(hit > 0) & (target < CAPACITY))
@@ -102,19 +111,20 @@ def candidates(
 
 
 @triton.jit
-def entries(values, count, at):
+def entries(values, count, at, peak=0.0, divisor=1.0):
     """Places, values and keys of the entries from `at` on; SMALLEST_KEY past the end."""
     place = at + tl.arange(0, ENTRIES)
     value = tl.load(values + place, mask=place < count, other=float("-inf")).to(tl.float32)
+    value = scaled(value, peak, divisor)
     return place, value, tl.where(place < count, order_key(value), SMALLEST_KEY)
 
 
 @triton.jit
-def weigh(values, count, low, high, top, WEIGHTED: tl.constexpr):
+def weigh(values, count, low, high, top, WEIGHTED: tl.constexpr, peak=0.0, divisor=1.0):
     """What the entries from key `low` to key `high` weigh: exp(value - top) each, or 1 each."""
     total = tl.zeros([ENTRIES], tl.float32)
     for at in range(0, count, ENTRIES):
-        _, value, key = entries(values, count, at)
+        _, value, key = entries(values, count, at, peak, divisor)
         weight = tl.exp(value - top) if WEIGHTED else tl.full([ENTRIES], 1.0, tl.float32)
         total += tl.where((key >= low) & (key <= high), weight, 0.0)
     return tl.sum(total, 0)
@@ -135,7 +145,9 @@ def probes_between(low, high):
 
 
 @triton.jit
-def smallest_reaching(values, count, low, high, target, top, WEIGHTED: tl.constexpr):
+def smallest_reaching(
+    values, count, low, high, target, top, WEIGHTED: tl.constexpr, peak=0.0, divisor=1.0
+):  # fmt: skip
     """The key of the smallest entry such that the entries from `low` up to it weigh more than `target`.
 
     `high`, the key of the largest entry, if none does. Every pass narrows the interval by several probes and to the
@@ -148,7 +160,7 @@ def smallest_reaching(values, count, low, high, target, top, WEIGHTED: tl.conste
         lowest = tl.full([ENTRIES], LARGEST_KEY, tl.int32)
         highest = tl.full([ENTRIES], SMALLEST_KEY, tl.int32)
         for at in range(0, count, ENTRIES):
-            _, value, key = entries(values, count, at)
+            _, value, key = entries(values, count, at, peak, divisor)
             weight = tl.exp(value - top) if WEIGHTED else tl.full([ENTRIES], 1.0, tl.float32)
             weight = tl.where(key >= floor, weight, 0.0)
             weights += tl.where(key[:, None] <= probe[None, :], weight[:, None], 0.0)
@@ -163,12 +175,12 @@ def smallest_reaching(values, count, low, high, target, top, WEIGHTED: tl.conste
 
 
 @triton.jit
-def id_of_tie(values, ids, count, cut, n, HAS_IDS: tl.constexpr):
+def id_of_tie(values, ids, count, cut, n, HAS_IDS: tl.constexpr, peak=0.0, divisor=1.0):
     """The id of the n-th entry whose key is `cut`; LARGEST_KEY if there are fewer."""
     seen = n * 0
     found = n * 0 + LARGEST_KEY
     for at in range(0, count, ENTRIES):
-        place, _, key = entries(values, count, at)
+        place, _, key = entries(values, count, at, peak, divisor)
         hit = (key == cut) & (place < count)
         number = seen + tl.cumsum(hit.to(tl.int32), 0)
         own = tl.load(ids + place, mask=place < count, other=LARGEST_KEY) if HAS_IDS else place

@@ -89,7 +89,7 @@ def _lowest_within(top, distance):
 
 @triton.jit
 def _cut_of_list(
-    values, ids, count, floor, k, p, top, total, HAS_IDS: tl.constexpr
+    values, ids, count, floor, k, p, top, total, HAS_IDS: tl.constexpr, peak=0.0, divisor=1.0
 ):  # fmt: skip
     """The cut of a list that holds every entry that may stay, and none below `floor`.
 
@@ -104,26 +104,73 @@ def _cut_of_list(
     else:
         lowest = tl.maximum(floor, -INFINITY_KEY - 1)
         if k > 0:
-            eligible = weigh(values, count, lowest, highest, top, False)
+            eligible = weigh(values, count, lowest, highest, top, False, peak, divisor)
             if eligible > k:
-                cut = smallest_reaching(values, count, lowest, highest, eligible - k, top, False)
+                cut = smallest_reaching(
+                    values, count, lowest, highest, eligible - k, top, False, peak, divisor
+                )
         if p < 1.0:
-            listed = weigh(values, count, cut, highest, top, True)
+            listed = weigh(values, count, cut, highest, top, True, peak, divisor)
             everything = listed
             if k == 0:
                 everything = total
             may_go = (1.0 - p) * everything - (everything - listed)
             start = tl.maximum(cut, lowest)
-            cut = smallest_reaching(values, count, start, highest, may_go, top, True)
-            below = weigh(values, count, start, cut - 1, top, True)
-            ties = weigh(values, count, cut, cut, top, False)
+            cut = smallest_reaching(values, count, start, highest, may_go, top, True, peak, divisor)
+            below = weigh(values, count, start, cut - 1, top, True, peak, divisor)
+            ties = weigh(values, count, cut, cut, top, False, peak, divisor)
             gone = tl.floor((may_go - below) / tl.exp(float_of(cut) - top))
             kept = tl.minimum(tl.maximum(ties - tl.maximum(gone, 0.0), 1.0), ties).to(tl.int32)
             kept = tl.where(kept < ties, kept, 0)
     last = floor * 0 + LARGEST_KEY
     if kept > 0:
-        last = id_of_tie(values, ids, count, cut, kept, HAS_IDS)
+        last = id_of_tie(values, ids, count, cut, kept, HAS_IDS, peak, divisor)
     return cut, last
+
+
+@triton.jit
+def cut_of_row(
+    logits, keys, k, p, ratio, listed, ids, values, vocab, subs, SUB: tl.constexpr, SUBS: tl.constexpr,
+    CAPACITY: tl.constexpr, peak=0.0, divisor=1.0,
+):  # fmt: skip
+    """The cut of a row, key and id, and how many entries are listed, all that stay among them; -1: there is no list.
+
+    `keys` [SUBS] are the largest of the row's sub-blocks, scaled as its entries are to be; `listed` [SUBS], `ids` and
+    `values` [CAPACITY] are room to work in.
+    """
+    top_key = tl.max(keys, 0)
+    top = float_of(top_key)
+    is_number = top_key < LARGEST_KEY
+    has_masses = tl.abs(top) < float("inf")
+    k = tl.where((k > 0) & (k < vocab) & is_number, k, 0)
+    p = tl.where(has_masses, p, 1.0)
+    cut = top_key * 0 + SMALLEST_KEY
+    last = top_key * 0 + LARGEST_KEY
+    count = top_key * 0 - 1
+    if has_masses & (ratio > 0.0):
+        cut = _lowest_within(top, tl.log(ratio))
+    if (k > 0) | (p < 1.0):
+        rank = tl.where(k > 0, k, tl.minimum(RANK, subs))
+        total = p * 0.0
+        if k == 0:
+            total = weigh(logits, vocab, cut, top_key, top, True, peak, divisor)
+        fits = rank <= subs
+        floor = cut
+        if fits:
+            floor = tl.maximum(nth_largest(keys, rank), cut)
+            count = candidates(
+                logits, vocab, keys, subs, floor, listed, values, ids, SUB, SUBS, CAPACITY, peak, divisor
+            )  # fmt: skip
+            fits = count <= CAPACITY
+            if fits & (k == 0):
+                # What is not listed has to be within what top-p cuts.
+                fits = total - weigh(values, count, floor, top_key, top, True) <= (1.0 - p) * total
+        if fits:
+            cut, last = _cut_of_list(values, ids, count, floor, k, p, top, total, True)
+        else:
+            cut, last = _cut_of_list(logits, ids, vocab, cut, k, p, top, total, False, peak, divisor)
+            count = top_key * 0 - 1
+    return cut, last, count
 
 
 @triton.jit(do_not_specialize_on_alignment=["top_k", "top_p", "min_p"])
@@ -134,39 +181,13 @@ def _find_cut(
     row = tl.program_id(0).to(tl.int64)
     sub = tl.arange(0, SUBS)
     keys = tl.load(peaks + row * subs + sub, mask=sub < subs, other=SMALLEST_KEY)
-    top_key = tl.max(keys, 0)
-    top = float_of(top_key)
     k = tl.load(top_k + row * k_step).to(tl.int32)
     p = tl.load(top_p + row * p_step).to(tl.float32)
     ratio = tl.load(min_p + row * min_step).to(tl.float32)
-    is_number = top_key < LARGEST_KEY
-    has_masses = tl.abs(top) < float("inf")
-    k = tl.where((k > 0) & (k < vocab) & is_number, k, 0)
-    p = tl.where(has_masses, p, 1.0)
-    cut = top_key * 0 + SMALLEST_KEY
-    last = top_key * 0 + LARGEST_KEY
-    if has_masses & (ratio > 0.0):
-        cut = _lowest_within(top, tl.log(ratio))
-    if (k > 0) | (p < 1.0):
-        logits += row * step
-        listed, ids = scratch + row * (SUBS + CAPACITY), scratch + row * (SUBS + CAPACITY) + SUBS
-        values += row * CAPACITY
-        rank = tl.where(k > 0, k, tl.minimum(RANK, subs))
-        total = p * 0.0
-        if k == 0:
-            total = weigh(logits, vocab, cut, top_key, top, True)
-        fits = rank <= subs
-        count, floor = rank * 0, cut
-        if fits:
-            floor = tl.maximum(nth_largest(keys, rank), cut)
-            count = candidates(logits, vocab, keys, subs, floor, listed, values, ids, SUB, SUBS, CAPACITY)
-            fits = count <= CAPACITY
-            if fits & (k == 0):
-                # What is not listed has to be within what top-p cuts.
-                fits = total - weigh(values, count, floor, top_key, top, True) <= (1.0 - p) * total
-        if fits:
-            cut, last = _cut_of_list(values, ids, count, floor, k, p, top, total, True)
-        else:
-            cut, last = _cut_of_list(logits, ids, vocab, cut, k, p, top, total, False)
+    listed = scratch + row * (SUBS + CAPACITY)
+    cut, last, _ = cut_of_row(
+        logits + row * step, keys, k, p, ratio, listed, listed + SUBS, values + row * CAPACITY, vocab, subs, SUB, SUBS,
+        CAPACITY,
+    )  # fmt: skip
     tl.store(cuts + row * 2, cut)
     tl.store(cuts + row * 2 + 1, last)

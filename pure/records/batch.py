@@ -11,6 +11,7 @@ from purestep.pure.persistent import Column
 from purestep.pure.records.layout import Layout
 from purestep.pure.records.sampling_params import SamplingParams
 
+NO_DRAFTS = frozen(np.zeros((0, 3), np.int32))
 BlockPairs = tuple[tuple[tuple[int, int], ...], ...]  # per KV group: (source, target)
 
 
@@ -26,6 +27,9 @@ class BatchLimits:
     eos_token_ids: tuple[int, ...] = ()  # the model's
     seed: int = 0  # of requests that bring none
     kernel_block_sizes: tuple[int, ...] = ()  # per KV group, divisors of block_sizes; (): the same
+    num_drafts: int = 0  # the most that a row has; 0: nothing is speculated
+    # For benchmarks alone: how often the first, the first two, ... drafts are to stand, whatever the model says.
+    acceptance_rates: tuple[float, ...] = ()
 
     @property
     def table_block_sizes(self) -> tuple[int, ...]:
@@ -69,7 +73,7 @@ class Fork:
 
 @record
 class Parked:
-    """A request that the batch knows but that has no row: preempted, or left out of a step."""
+    """A request that the batch knows but that has no row: preempted, or left out of a step with nothing on its way."""
 
     request: CachedRequestState
     tokens: Tape
@@ -136,6 +140,9 @@ class InputBatch:
     blocks_to_zero: tuple[tuple[int, ...], ...] = ()
     clock: Clock = Clock()
     forks: tuple[Fork, ...] = ()  # made since the last step began, or before steps that are not settled
+    drafts: Int32[np.ndarray, "drafts 3"] = (
+        NO_DRAFTS  # this step's, as far as the host has them: (row, place, token id)
+    )
 
     @staticmethod
     def make_empty(limits: BatchLimits) -> "InputBatch":

@@ -17,6 +17,7 @@ class StepInputs:
     query_start_loc: Int[Tensor, " reqs+1"]
     logits_indices: Int[Tensor, " logits"]  # the tokens whose logits are wanted
     discard: Bool[Tensor, " reqs"]  # the row's history is not fully computed yet: its sample is not kept
+    drafts: Int[Tensor, "reqs drafts"] | None = None  # those that are verified, -1 behind a request's last
 
 
 @record
@@ -50,9 +51,16 @@ class ModelInputs:
 
 @record
 class IntermediateTensors:
-    """Named activations on their way between pipeline stages (usually hidden_states and residual)."""
+    """Named activations on their way between pipeline stages (usually hidden_states and residual).
+
+    Source: vllm/sequence.py.
+    """
 
     tensors: dict[str, Tensor]
+
+    def __getitem__(self, rows: slice) -> "IntermediateTensors":
+        """These rows of every one of them."""
+        return IntermediateTensors({name: tensor[rows] for name, tensor in self.tensors.items()})
 
 
 @record(static=True)

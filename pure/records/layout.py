@@ -28,6 +28,7 @@ class SamplerShape:
     prompt_logprobs: bool = (
         False  # nothing for the sampler: whoever runs the step computes them between its halves
     )
+    grammar: bool = False  # likewise: whoever runs the step masks its logits between its halves
 
 
 @record(static=True)
@@ -39,6 +40,7 @@ class LayoutBounds:
     max_query_len: int = 0
     max_seq_len: int = 0  # rounded up to a bucket
     sampler: SamplerShape = SamplerShape()
+    num_drafts: int = 0  # the most that a request of the batch may have verified
 
 
 @record
@@ -64,7 +66,7 @@ def bucket(length: int) -> int:
 
 
 RANDOM, TRUNCATED, PENALTIES, MIN_TOKENS, CONSTRAINTS, FIRST_MODE = 1, 2, 4, 8, 16, 32
-KEPT_MASS, EXTRAS, PROMPT_LOGPROBS = (FIRST_MODE << len(LOGPROBS_MODES) + i for i in range(3))
+KEPT_MASS, EXTRAS, PROMPT_LOGPROBS, GRAMMAR = (FIRST_MODE << len(LOGPROBS_MODES) + i for i in range(4))
 
 
 def sampler_features(params: SamplingParams, vocab_size: int, eos_token_ids: tuple[int, ...]) -> int:
@@ -88,6 +90,8 @@ def sampler_features(params: SamplingParams, vocab_size: int, eos_token_ids: tup
         bits |= EXTRAS
     if params.prompt_logprobs is not None:
         bits |= PROMPT_LOGPROBS
+    if params.structured_outputs is not None:
+        bits |= GRAMMAR
     if params.logprobs is not None or params.logprob_token_ids:
         bits |= FIRST_MODE << LOGPROBS_MODES.index(params.logprobs_mode)
     return bits
@@ -106,4 +110,5 @@ def sampler_shape(features: int, num_logprobs: int) -> SamplerShape:
         kept_mass=bool(features & KEPT_MASS),
         extras=bool(features & EXTRAS),
         prompt_logprobs=bool(features & PROMPT_LOGPROBS),
+        grammar=bool(features & GRAMMAR),
     )

@@ -39,44 +39,54 @@ class KeptMass:
 class SampledTokens:
     """What sampling makes of a batch's logits, before anything is kept or thrown away."""
 
-    token_ids: Int[Tensor, " reqs"]
-    stops: Bool[Tensor, " reqs"]  # the token is one of the row's stop ids, and min_tokens is reached
-    has_nan: Bool[Tensor, " reqs"]  # some logit of the row is NaN or +inf
+    token_ids: Int[Tensor, " reqs *width"]  # width 1 + drafts where drafts are verified, -1 behind the last
+    stops: Bool[Tensor, " reqs *width"]  # the token is one of the row's stop ids, and min_tokens is reached
+    has_nan: Bool[Tensor, " reqs"]  # some logit that the row goes by is NaN or +inf
     logprobs_tensors: LogprobsTensors | None
-    id_logprobs: Float[Tensor, "reqs ids"] | None = None  # of the ids that were asked for, -inf behind them
+    id_logprobs: Float[Tensor, "logits ids"] | None = None  # of the ids that were asked for, -inf behind them
     kept_mass: KeptMass | None = None
 
 
 @record
 class StepOutput:
-    """What the device learnt in one step, one entry per index of the batch."""
+    """What the device learnt in one step, one entry per index of the batch.
 
-    sampled_token_ids: Int[Array, "reqs width"]  # -1: not kept (unfinished prefill, idle row, NaN logits)
+    Where drafts are verified, log-probabilities and kept mass have `width` entries a request, one after the other.
+    """
+
+    sampled_token_ids: Int[
+        Array, "reqs width"
+    ]  # -1: not kept (unfinished prefill, idle row, NaN logits, no draft)
     num_computed_tokens: Int[Array, " reqs"]  # after the step
     active: Bool[Array, " reqs"]  # False once the row hit a stop id, its length limit or NaN logits
     has_nan: Bool[Array, " reqs"]
     logprobs_tensors: LogprobsTensors | None = None
-    id_logprobs: Float[Array, "reqs ids"] | None = None  # as in SampledTokens
+    id_logprobs: Float[Array, "logits ids"] | None = None  # as in SampledTokens
     kept_mass: KeptMass | None = None
+    draft_token_ids: Int[Array, "reqs drafts"] | None = None  # proposed for the next step, -1 behind the last
 
 
 def host_columns(output: StepOutput, num_reqs: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """What an output on the host says of its first requests: the token kept or -1, computed tokens, NaN or not.
+    """What an output on the host says of its first requests: kept tokens [reqs, width], computed tokens, NaN or not.
 
-    Entries behind them are padding.
+    Behind a request's last token are -1. Entries behind those of the requests are padding.
 
     Raises:
-        SchedulerOutputError: columns that are not of one length or too short, or not one token for each request.
+        SchedulerOutputError: columns that are not of one length or too short, or no matrix of tokens.
     """
     tokens, has_nan = np.asarray(output.sampled_token_ids), np.asarray(output.has_nan)
     computed, num_active = np.asarray(output.num_computed_tokens), len(output.active)
-    if tokens.shape[1:] != (1,) or not num_reqs <= len(tokens) == len(computed) == len(has_nan) == num_active:
+    if (
+        tokens.ndim != 2
+        or not tokens.shape[1]
+        or not num_reqs <= len(tokens) == len(computed) == len(has_nan) == num_active
+    ):
         raise SchedulerOutputError(
             f"an output of {num_reqs} requests has sampled_token_ids of shape {tokens.shape} and {len(computed)}, "
-            f"{num_active} and {len(has_nan)} entries of num_computed_tokens, active and has_nan: give one column "
-            f"of tokens, and at least {num_reqs} entries everywhere, as many of each"
+            f"{num_active} and {len(has_nan)} entries of num_computed_tokens, active and has_nan: give a row "
+            f"of tokens for each, and at least {num_reqs} entries everywhere, as many of each"
         )
-    return tokens[:num_reqs, 0], computed[:num_reqs], has_nan[:num_reqs]
+    return tokens[:num_reqs], computed[:num_reqs], has_nan[:num_reqs]
 
 
 @record
@@ -152,6 +162,10 @@ class ModelRunnerOutput:
     num_nans_in_logits: Mapping[str, int] = MappingProxyType({})
     cudagraph_stats: Any = None
     routed_experts: Any = None
+    id_logprobs: Float[np.ndarray, "logits ids"] | None = (
+        None  # of logprob_token_ids; in the rows of `logprobs`
+    )
+    kept_mass: KeptMass | None = None  # likewise
 
 
 EMPTY_MODEL_RUNNER_OUTPUT = ModelRunnerOutput(req_ids=(), req_id_to_index=MappingProxyType({}))

@@ -30,6 +30,10 @@ class InboxShape:
     copies: tuple[int, ...] = ()  # per group: (source block, target block)
     zeros: tuple[int, ...] = ()  # per group: block
     forks: int = 0  # (source row, target row): ledger and tokens, copied before anything is written
+    drafts: int = 0  # (row, place, token id): all the drafts that the row has then; (row, 0, -1) for none
+
+
+_NO_ENTRIES = InboxShape()
 
 
 @record
@@ -51,7 +55,7 @@ class Inbox:
     @property
     def brings_data(self) -> bool:
         """Whether it changes a tensor of the state; bounds alone are facts of the host."""
-        return self.has_constraints or self.shape != InboxShape()
+        return self.has_constraints or (self.shape is not _NO_ENTRIES and self.shape != _NO_ENTRIES)
 
     def to(self, device: torch.device | str) -> "Inbox":
         """The same record with tensors, which share no memory with the arrays of the host."""
@@ -61,7 +65,7 @@ class Inbox:
     @staticmethod
     def make_empty(device: torch.device | str = "cpu") -> "Inbox":
         """Nothing to absorb."""
-        return Inbox(torch.zeros(0, dtype=torch.int32, device=device), InboxShape())
+        return Inbox(torch.zeros(0, dtype=torch.int32, device=device), _NO_ENTRIES)
 
 
 def _tensor(array: Array) -> Tensor:

@@ -36,6 +36,8 @@ class SchedulerConfig:
     )
     long_prefill_token_threshold: int | None = None  # tokens of one request in one step at most
     async_scheduling: bool = False  # whether a step may be scheduled before the last one's tokens are known
+    num_spec_tokens: int = 0  # drafts of one request that a step verifies at most
+    drafts_on_device: bool = False  # they are made there; else the scheduler is told of them
 
     @property
     def capacity(self) -> int:
@@ -113,7 +115,9 @@ class RunningFacts:
 class RunningCounts:
     """Columns that steps change. settled <= truth on the device <= computed, known <= all."""
 
-    num_tokens: Int32[np.ndarray, " rows"]  # with those on their way from the device
+    num_tokens: Int32[
+        np.ndarray, " rows"
+    ]  # with those on their way from the device, if all drafts are accepted
     num_known: Int32[np.ndarray, " rows"]
     num_computed: Int32[np.ndarray, " rows"]  # with those that steps on their way compute
     num_settled: Int32[np.ndarray, " rows"]  # computed for certain
@@ -174,8 +178,11 @@ class StepInFlight:
 
     req_ids: tuple[str, ...]
     ticket: Int64[np.ndarray, " reqs"]
-    num_computed: Int32[np.ndarray, " reqs"]  # after it
-    samples: Bool[np.ndarray, " reqs"]  # whether its token is kept
+    num_scheduled: Int32[np.ndarray, " reqs"]  # drafts included
+    samples: Bool[
+        np.ndarray, " reqs"
+    ]  # whether its tokens are kept: one, and one for each draft that is accepted
+    num_drafts: Int32[np.ndarray, " reqs"] | None = None  # None: nobody has any
     entry: Int64[np.ndarray, " reqs"] | None = (
         None  # of the output, where forks learn what their parents learn
     )
@@ -216,5 +223,6 @@ class Queue:
     news: News
     in_flight: tuple[StepInFlight, ...] = ()  # oldest first
     moments: Mapping[Any, Blocks] = MappingProxyType({})  # by name, what each of them holds
+    drafts: Mapping[int, tuple[int, ...]] = MappingProxyType({})  # by ticket, for the next step of each
     kv_version: KVVersion = KVVersion()
     next_ticket: int = 0

@@ -5,6 +5,7 @@
 - `bad_words_token_ids` are token ids already, and `logprobs_mode` is a request's own.
 - Greedy requests may ask for several samples; they are equal.
 - `logits_processors` are functions with a request's own parameters, not classes that an engine was made with.
+- `structured_outputs` has one of four forms: a JSON schema, a regular expression, a choice, a grammar in EBNF.
 - `kept_mass` is ours.
 """
 
@@ -17,6 +18,11 @@ import attrs
 from purestep.kernels.record import record, replace
 from purestep.pure.errors import InvalidParameterError
 from purestep.pure.records.logits_processor import LogitsProcessor
+from purestep.pure.records.structured_outputs import (
+    StructuredOutputsParams,
+    as_structured_outputs,
+    validate_structured_outputs,
+)
 
 MAX_BIAS = 100.0
 GREEDY_BELOW = 1e-5
@@ -123,6 +129,9 @@ class SamplingParams:
         default=(), converter=_words("bad_words_token_ids")
     )
     logits_processors: tuple[LogitsProcessor, ...] = attrs.field(default=(), converter=_processors)
+    structured_outputs: StructuredOutputsParams | None = attrs.field(  # a mapping of its fields will do
+        default=None, converter=as_structured_outputs
+    )
     detokenize: bool = True
     skip_special_tokens: bool = True
 
@@ -183,6 +192,8 @@ def validate(
                 raise _refusal("logits_processors", processor, "LogitsProcessor records of a function")
         if not all(isinstance(text, str) and text for text in params.stop):
             raise _refusal("stop", params.stop, "strings that are not empty")
+        if params.structured_outputs is not None:
+            validate_structured_outputs(params.structured_outputs)
     except InvalidParameterError as error:
         if req_id is None:
             raise

@@ -1,7 +1,7 @@
 """Sampling parameters on the device: one packed row per request, and sparse constraints."""
 
 import numpy as np
-from jaxtyping import Float32, Int32
+from jaxtyping import Float, Float32, Int, Int32
 from torch import Tensor
 
 from purestep.kernels.record import record
@@ -46,6 +46,31 @@ class SamplingRows:
     floats: Float32[Tensor, "rows floats"]
     table: Int32[Tensor, "rows columns"]
     constraints: TokenConstraints | None = None
+
+
+@record
+class BatchParams:
+    """Sampling parameters and lengths of the batch's rows, in the order of the batch.
+
+    Where drafts are verified a request has 1 + drafts entries, one behind the other, and the drafts before each count
+    as tokens.
+    """
+
+    floats: Float[Tensor, "logits floats"]  # FLOATS
+    ints: Int[Tensor, "logits ints"]  # INTS
+    banned_ids: Int[Tensor, "logits ids"]  # until min_tokens; the first num_stop_ids of them stop the row
+    num_known_tokens: Int[Tensor, " logits"]
+    num_output_tokens: Int[Tensor, " logits"]
+    drafts: Int[Tensor, "reqs drafts"] | None = None  # those that are verified, -1 behind a request's last
+
+    @property
+    def num_places(self) -> int:
+        """Entries of each request."""
+        return 1 if self.drafts is None else 1 + self.drafts.shape[1]
+
+    def __getitem__(self, name: str) -> Tensor:
+        """One parameter of all requests."""
+        return self.floats[:, FLOATS.index(name)] if name in FLOATS else self.ints[:, INTS.index(name)]
 
 
 def split64(value: int) -> tuple[int, int]:

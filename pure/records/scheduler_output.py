@@ -76,7 +76,12 @@ class SchedulerOutput:
     num_scheduled_tokens: Int32[np.ndarray, " reqs"]  # drafts included
     finished_req_ids: frozenset[str] = frozenset()
     preempted_req_ids: frozenset[str] = frozenset()
-    scheduled_spec_decode_tokens: Mapping[str, tuple[int, ...]] = NOTHING
+    scheduled_spec_decode_tokens: Mapping[str, tuple[int, ...]] = (
+        NOTHING  # drafts; -1 where the device has one, or none
+    )
+    num_device_drafts: Int32[np.ndarray, " reqs"] | None = (
+        None  # tokens that are drafts which the device has, if no others are
+    )
     num_common_prefix_blocks: tuple[int, ...] = ()
     block_copies: tuple[
         tuple[tuple[int, int], ...], ...

@@ -6,8 +6,10 @@ host-written `block_tables`, `room`, `sampling`, `layout`: replaced only by what
 inbox        `inbox`: the plan of the coming step, emptied by `absorb`
 """
 
+from typing import Any
+
 import attrs
-from jaxtyping import Bool, Int, Int32
+from jaxtyping import Bool, Float, Int, Int32
 from torch import Tensor
 
 from purestep.kernels.record import record, static
@@ -35,6 +37,7 @@ class Ledger:
     """Packed small device state, one column per row of the batch and the null row last."""
 
     table: Int32[Tensor, "columns rows"]
+    drafts: Int32[Tensor, "rows drafts"] | None = None  # guesses at what follows, -1 behind a row's last
 
     @property
     def num_computed_tokens(self) -> Int[Tensor, " rows"]:
@@ -86,6 +89,11 @@ class StepState:
     inbox: Inbox
     block_sizes: tuple[int, ...] = static()  # per KV group, of the kernels' blocks
     group_of_layer: tuple[int, ...] = static()  # the KV group of each layer of `kv`
+    draft_probs: Float[Tensor, "rows drafts vocab"] | None = (
+        None  # drafts were drawn from these; None: certain
+    )
+    drafter: Any = None  # what a drafter on the device keeps from step to step: a tree of tensors
+    acceptance_rates: tuple[float, ...] = static(default=())  # as in BatchLimits
 
 
 @record

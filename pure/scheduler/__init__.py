@@ -8,6 +8,7 @@ Every function returns a new queue and leaves the old one good, so going back to
 """
 
 from purestep.pure.scheduler.branches import fork, go_back, hold, let_go
+from purestep.pure.scheduler.drafts import take_drafts
 from purestep.pure.scheduler.invariants import check_invariants
 from purestep.pure.scheduler.lifecycle import (
     abort,
@@ -41,5 +42,6 @@ __all__ = [
     "preempt_all",
     "schedule",
     "set_version",
+    "take_drafts",
     "update",
 ]

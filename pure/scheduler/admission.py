@@ -76,8 +76,8 @@ def num_held_rows(queue: Queue) -> int:
     """Rows of the device that steps on their way may still write, though their requests have left."""
     if not queue.in_flight:
         return 0
-    ran = np.unique(np.concatenate([step.ticket for step in queue.in_flight]))
-    return int(np.count_nonzero(~np.isin(ran, queue.running.facts.ticket)))
+    ran = {ticket for step in queue.in_flight for ticket in step.ticket.tolist()}
+    return len(ran.difference(queue.running.facts.ticket.tolist()))
 
 
 def _release_forks(queue: Queue) -> Queue:

@@ -10,12 +10,14 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from purestep.pure.arrays import empty_column, frozen
+from purestep.pure.arrays import appended, empty_column, frozen
 from purestep.pure.blocks import release, retain
 from purestep.pure.errors import DuplicateRequestError, InvalidRequestError, OutOfBlocksError, OutOfRowsError
 from purestep.pure.persistent import push
 from purestep.pure.record import record, replace
+from purestep.pure.records.block_pool import BlockPool
 from purestep.pure.records.queue import (
+    News,
     Queue,
     Request,
     RequestState,
@@ -114,29 +116,38 @@ def fork(
         own = _request(waits, new_req_id, arrival, stream)
         return Forked(add(queue, replace(own, fork_of=req_id)), {}, has_run=False, goes_on=False)
     if waits is None:
-        row = int(np.flatnonzero(queue.running.facts.ticket == ticket)[0])
+        row = int((queue.running.facts.ticket == ticket).argmax())
         shareable = give_up_open_blocks(queue, [row])
         queue, kept = shareable.queue, shareable.kept
         goes_on = has_row and bool(queue.running.counts.ran[row])
         own = _request(queue.running.states[row], new_req_id, arrival, stream)
-        queue = _run_along(queue, row, own, goes_on)
+        running, pools, log = _run_along(queue, row, own, goes_on)
+        waiting = queue.waiting
     else:
         kept, goes_on = {}, False
-        queue = _wait_along(queue, waits, _request(waits, new_req_id, arrival, stream))
-    news, new_ticket = queue.news, queue.next_ticket
+        running, pools, log = queue.running, queue.pools, queue.log
+        waiting = _wait_along(queue, waits, _request(waits, new_req_id, arrival, stream))
+    new_ticket = queue.next_ticket
     queue = replace(
         queue,
-        live=queue.live.with_items([(new_req_id, new_ticket)]),
+        running=running,
+        waiting=waiting,
+        pools=pools,
+        log=log,
+        live=queue.live.with_item(new_req_id, new_ticket),
         next_ticket=new_ticket + 1,
         in_flight=tuple([_with_fork(step, ticket, new_ticket) for step in queue.in_flight]),
-        news=replace(
-            news,
-            finished_req_ids=news.finished_req_ids
-            - {new_req_id},  # the batch learns by the fork who has the id now
-            preempted_req_ids=news.preempted_req_ids - {new_req_id},
-        ),
+        news=_without(queue.news, new_req_id),  # the batch learns by the fork who has the id now
     )
     return Forked(queue, kept, has_run=True, goes_on=goes_on)
+
+
+def _without(news: News, req_id: str) -> News:
+    """The news, without any of a request that had this id before."""
+    finished, preempted = news.finished_req_ids, news.preempted_req_ids
+    if req_id not in finished and req_id not in preempted:
+        return news
+    return replace(news, finished_req_ids=finished - {req_id}, preempted_req_ids=preempted - {req_id})
 
 
 def _request(parent: RequestState, req_id: str, arrival: int, stream: int | None) -> Request:
@@ -144,8 +155,10 @@ def _request(parent: RequestState, req_id: str, arrival: int, stream: int | None
     return replace(parent.request, req_id=req_id, arrival=arrival, stream=own, fork_of=None)
 
 
-def _run_along(queue: Queue, row: int, request: Request, goes_on: bool) -> Queue:
-    """The queue in which this request runs beside the one in the row, which has no open block."""
+def _run_along(
+    queue: Queue, row: int, request: Request, goes_on: bool
+) -> tuple[Running, tuple[BlockPool, ...], TokenLog]:
+    """Who runs once this request does, beside the one in the row, which has no open block; pools and log then."""
     config, log = queue.config, queue.log
     parent, residence = queue.running.states[row], queue.running.residences[row]
     num_rows = config.max_num_reqs - num_held_rows(queue)
@@ -162,7 +175,7 @@ def _run_along(queue: Queue, row: int, request: Request, goes_on: bool) -> Queue
                 f"copied, and all {config.num_blocks[group] - 1} blocks of KV group {group} are held: abort a request, "
                 "or drop a moment"
             )
-    pools = [retain(pool, held_by(residence, group)) for group, pool in enumerate(queue.pools)]
+    pools = tuple([retain(pool, held_by(residence, group)) for group, pool in enumerate(queue.pools)])
     num_computed = int(queue.running.counts.num_computed[row])
     twin = RequestState(
         request=request,
@@ -181,34 +194,32 @@ def _run_along(queue: Queue, row: int, request: Request, goes_on: bool) -> Queue
         may_offer=residence.may_offer,
         sources=residence.sources,
     )
-    return replace(
-        queue,
-        running=add_twin(queue.running, row, twin, own, ran=goes_on),
-        pools=tuple(pools),
-        log=TokenLog(log.lines, log.width, log.free_slots[:-1]),
-    )
+    running = add_twin(queue.running, row, twin, own, ran=goes_on)
+    return running, pools, TokenLog(log.lines, log.width, log.free_slots[:-1])
 
 
-def _wait_along(queue: Queue, parent: RequestState, request: Request) -> Queue:
-    """The queue in which this request waits beside one that was preempted."""
+def _wait_along(queue: Queue, parent: RequestState, request: Request) -> Waiting:
+    """Who waits when this request does beside one that was preempted."""
     state = replace(parent, request=request, ticket=queue.next_ticket, parent=None)
     waiting = queue.waiting
     states = waiting.states.with_items([(state.ticket, state)])
-    return replace(queue, waiting=Waiting(states, push(waiting.line, in_line(state)), waiting.forks))
+    return Waiting(states, push(waiting.line, in_line(state)), waiting.forks)
 
 
 def _with_fork(step: StepInFlight, parent: int, ticket: int) -> StepInFlight:
     """The step whose output is news of the fork too, if it is of the parent."""
-    place = np.flatnonzero(step.ticket == parent)
-    if not len(place):
+    is_parent = step.ticket == parent
+    place = is_parent.argmax()
+    if not is_parent[place]:
         return step
-    entry = np.arange(len(step.ticket)) if step.entry is None else step.entry
+    entry = np.arange(len(is_parent)) if step.entry is None else step.entry
     return StepInFlight(
         req_ids=step.req_ids,
-        ticket=frozen(np.append(step.ticket, np.int64(ticket))),
-        num_computed=frozen(np.append(step.num_computed, step.num_computed[place])),
-        samples=frozen(np.append(step.samples, step.samples[place])),
-        entry=frozen(np.append(entry, entry[place])),
+        ticket=appended(step.ticket, ticket),
+        num_scheduled=appended(step.num_scheduled, step.num_scheduled[place]),
+        samples=appended(step.samples, step.samples[place]),
+        num_drafts=None if step.num_drafts is None else appended(step.num_drafts, step.num_drafts[place]),
+        entry=appended(entry, entry[place]),
     )
 
 

@@ -3,6 +3,7 @@
 When one row lacks room, all rows are given blocks for the next `block_horizon` tokens, so that a steady batch changes
 its block tables once in so many steps. That is done only while at least as much stays available as is given, and
 nobody is preempted while a row holds blocks ahead of need: who lacks one then sits out until they are used up.
+Drafts come last: they take what budget the known tokens leave, and if blocks are short for them, none is verified.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from purestep.pure.blocks import allocate
 from purestep.pure.record import record, replace
 from purestep.pure.records.queue import Queue, RequestState, Residence
 from purestep.pure.records.scheduler_output import NOTHING, BlockIds
+from purestep.pure.scheduler.drafts import num_drafts
 from purestep.pure.scheduler.memory import leave
 from purestep.pure.scheduler.rows import with_residences
 from purestep.pure.scheduler.sharing import Copies, copies_into, own_again, without_copied
@@ -45,17 +47,23 @@ class Given:
 
 
 def serve_running(queue: Queue) -> Served:
-    """Each running request's next tokens, in order, within the budget, and blocks for them."""
+    """Each running request's next tokens and drafts, in order, within the budget, and blocks for them."""
     wanted = _wanted(queue)
-    num_scheduled = _within_budget(queue, wanted)
+    drafts = num_drafts(queue, wanted) if queue.config.num_spec_tokens else None
+    served = None if drafts is None else _serve(queue, wanted, drafts)
+    return served or _serve(queue, wanted) or _press(queue, wanted)
+
+
+def _serve(queue: Queue, wanted: Tokens, drafts: Tokens | None = None) -> Served | None:
+    """The wanted tokens, and drafts as far as the budget goes then, if there are blocks for all of it."""
+    num_scheduled = _within_budget(queue.config.max_num_batched_tokens, wanted)
+    if drafts is not None:
+        left = queue.config.max_num_batched_tokens - int(num_scheduled.sum())
+        num_scheduled = frozen(num_scheduled + _within_budget(left, drafts))
     lacking = _lacking(queue, num_scheduled)
     if not lacking.any():
         return Served(queue, num_scheduled, NOTHING)
-    return (
-        _extend_all(queue, num_scheduled)
-        or _extend_lacking(queue, num_scheduled, lacking)
-        or _press(queue, wanted)
-    )
+    return _extend_all(queue, num_scheduled) or _extend_lacking(queue, num_scheduled, lacking)
 
 
 def _wanted(queue: Queue) -> Tokens:
@@ -82,9 +90,8 @@ def _lacking(queue: Queue, num_scheduled: Tokens) -> NDArray[np.bool_]:
     return lacking & (num_scheduled > 0)
 
 
-def _within_budget(queue: Queue, wanted: Tokens) -> Tokens:
+def _within_budget(budget: int, wanted: Tokens) -> Tokens:
     """The wanted tokens, cut where those before have used up the budget."""
-    budget = queue.config.max_num_batched_tokens
     if wanted.sum() <= budget:
         return wanted
     before = np.cumsum(wanted) - wanted
@@ -124,7 +131,7 @@ def _press(queue: Queue, wanted: Tokens) -> Served:
     preempted: list[RequestState] = []
     while True:
         counts = queue.running.counts
-        num_scheduled = _within_budget(queue, wanted)
+        num_scheduled = _within_budget(queue.config.max_num_batched_tokens, wanted)
         lacking = np.flatnonzero(_lacking(queue, num_scheduled))
         if not len(lacking):
             break

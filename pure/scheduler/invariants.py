@@ -8,6 +8,7 @@ import numpy as np
 from purestep.pure.persistent import Heap, num_in, pop
 from purestep.pure.records.block_pool import BlockPool
 from purestep.pure.records.queue import Queue
+from purestep.pure.scheduler.drafts import num_computed_least
 from purestep.pure.scheduler.memory import SLACK, held_by
 from purestep.pure.scheduler.rows import rank, tokens_of
 
@@ -51,10 +52,10 @@ def _check_pool(pool: BlockPool, held: Counter[int]) -> None:
 
 def _check_writers(queue: Queue, group: int) -> None:
     """What steps to come may write has one holder, and the prefix cache is none."""
-    pool, size = queue.pools[group], queue.config.block_sizes[group]
+    pool, size, least = queue.pools[group], queue.config.block_sizes[group], num_computed_least(queue)
     refcounts = pool.refcounts.array
     for row, residence in enumerate(queue.running.residences):
-        computed = int(queue.running.counts.num_computed[row])
+        computed = int(least[row])
         for block in residence.blocks[group][computed // size :].tolist():
             req_id = queue.running.req_ids[row]
             assert refcounts[block] == 1, f"block {block}, which {req_id!r} writes, has other holders"
@@ -74,7 +75,9 @@ def _check_columns(queue: Queue) -> None:
             len(blocks) * size for blocks, size in zip(residence.blocks, config.block_sizes, strict=True)
         )
         assert counts.num_covered[row] == room, "num_covered is not what the blocks have room for"
-    assert (counts.num_settled <= counts.num_computed).all()
+    assert (counts.num_settled <= num_computed_least(queue)).all()
+    assert all(0 < len(drafts) <= config.num_spec_tokens for drafts in queue.drafts.values())
+    assert queue.drafts.keys() <= set(facts.ticket.tolist()), "drafts of a request that does not run"
     copies = np.array([bool(residence.sources) for residence in running.residences], np.bool_)
     assert (copies | (counts.num_computed <= counts.num_covered)).all(), "blocks do not hold what is computed"
     assert (counts.num_computed <= counts.num_tokens).all() and (counts.num_known <= counts.num_tokens).all()

@@ -27,11 +27,12 @@ from purestep.pure.records.queue import (
     TokenLog,
     Waiting,
 )
-from purestep.pure.records.sampling_params import validate
+from purestep.pure.records.sampling_params import SamplingParams, validate
 from purestep.pure.scheduler.memory import in_line, leave, put_back, tidied
 from purestep.pure.scheduler.rows import no_rows
 
 NUM_SHARDS = 256
+WHOLE = (int, np.integer)
 ANY_VOCAB_SIZE = 2**31 - 1  # every int32 that is no placeholder
 
 
@@ -64,14 +65,21 @@ def add(queue: Queue, request: Request, *, vocab_size: int = ANY_VOCAB_SIZE) -> 
         DuplicateRequestError: its id is in use.
         PromptTooLongError: its prompt leaves no room for an output in the model's length, or does not fit the cache.
         InvalidParameterError: a sampling parameter outside its domain, or all of them together leave no token.
-        InvalidRequestError: an empty prompt, a token id outside the vocabulary, or a fork of a request with another
-            prompt.
+        InvalidRequestError: an empty prompt, a token id outside the vocabulary, a fork of a request with another
+            prompt, or a field of the wrong kind.
     """
+    _check_kinds(request)
     if request.req_id in queue.live:
         raise DuplicateRequestError(
             f"request id {request.req_id!r} is in use: wait, abort it, or use another id"
         )
-    _check_prompt(queue.config, request, vocab_size)
+    try:
+        _check_prompt(queue.config, request, vocab_size)
+        tokens = Tape.of(request.prompt_token_ids)
+    except TypeError:
+        raise InvalidRequestError(
+            f"request {request.req_id!r} has a prompt that is no tuple of whole numbers: give token ids"
+        ) from None
     validate(
         request.sampling_params,
         vocab_size,
@@ -83,9 +91,7 @@ def add(queue: Queue, request: Request, *, vocab_size: int = ANY_VOCAB_SIZE) -> 
     if parent is not None:
         _check_fork(queue, request, parent)
     ticket, waiting = queue.next_ticket, queue.waiting
-    state = RequestState(
-        request=request, ticket=ticket, tokens=Tape.of(request.prompt_token_ids), parent=parent
-    )
+    state = RequestState(request=request, ticket=ticket, tokens=tokens, parent=parent)
     line, forks = waiting.line, waiting.forks
     if parent is None:
         line = push(line, in_line(state))
@@ -216,6 +222,11 @@ def _remove(
 
 def _check_config(config: SchedulerConfig) -> None:
     sizes, threshold = config.block_sizes, config.long_prefill_token_threshold
+    for name, per_group in (("num_blocks", config.num_blocks), ("block_sizes", sizes)):
+        if not isinstance(per_group, tuple) or not all(isinstance(number, WHOLE) for number in per_group):
+            raise InvalidParameterError(
+                f"{name}={per_group!r}: give a tuple of whole numbers, one for every KV group"
+            )
     if not config.num_blocks or len(config.num_blocks) != len(sizes):
         raise InvalidParameterError(
             f"{len(config.num_blocks)} numbers of blocks and {len(sizes)} block sizes: give one of each for every KV "
@@ -226,12 +237,31 @@ def _check_config(config: SchedulerConfig) -> None:
         ("max_num_batched_tokens", config.max_num_batched_tokens, 1),
         ("max_model_len", config.max_model_len, 2),  # a prompt and an output
         ("block_horizon", config.block_horizon, 1),
+        ("num_spec_tokens", config.num_spec_tokens, 0),
         ("long_prefill_token_threshold", 1 if threshold is None else threshold, 1),
         *((f"block_sizes[{group}]", size, 1) for group, size in enumerate(sizes)),
     )
     for name, value, low in least:
         if not hasattr(value, "__index__") or value < low:
             raise InvalidParameterError(f"{name} must be a whole number of at least {low}, got {value!r}")
+    if config.num_spec_tokens and config.async_scheduling and not config.drafts_on_device:
+        raise InvalidParameterError(
+            f"async_scheduling with num_spec_tokens={config.num_spec_tokens} drafts that the scheduler is told of: "
+            "they would follow tokens that are still on their way; have them made on the device, or schedule in turn"
+        )
+
+
+def _check_kinds(request: Request) -> None:
+    """Every field is what `Request` says: ids are looked up, and the line is in the order of whole numbers."""
+    is_id = isinstance(request.req_id, str) and isinstance(request.fork_of, str | None)
+    if not is_id or not isinstance(request.sampling_params, SamplingParams):
+        raise InvalidRequestError(
+            f"request {request.req_id!r}, a fork of {request.fork_of!r}, with {request.sampling_params!r}: ids are "
+            "text, and parameters SamplingParams"
+        )
+    for name in ("priority", "arrival", "stream"):
+        if not isinstance(value := getattr(request, name), WHOLE):
+            raise InvalidRequestError(f"request {request.req_id!r}: {name}={value!r}: it is a whole number")
 
 
 def _check_prompt(config: SchedulerConfig, request: Request, vocab_size: int) -> None:

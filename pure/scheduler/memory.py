@@ -1,11 +1,12 @@
 """Blocks of running requests: offered to the prefix cache, given back, found again."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
-from purestep.pure.arrays import Tape, frozen
+from purestep.pure.arrays import Tape, appended, frozen
 from purestep.pure.blocks import chain_keys, offer, release, root_key, withdraw
 from purestep.pure.persistent import heap_of, num_in, push
 from purestep.pure.record import replace
@@ -40,6 +41,7 @@ def offer_settled(queue: Queue, rows: Sequence[int]) -> Queue:
         return queue
     running, pools = queue.running, queue.pools
     states, residences = list(running.states), dict[int, Residence]()
+    offers: list[tuple[RequestState, Residence, int]] = []
     next_offer = running.counts.next_offer.copy()
     smallest = min(queue.config.block_sizes)
     for row in rows:
@@ -48,7 +50,11 @@ def offer_settled(queue: Queue, rows: Sequence[int]) -> Queue:
         later = (settled // smallest + 1) * smallest
         next_offer[row] = later if later <= num_tokens else NEVER
         states[row] = state = with_chain(queue, state, state.tokens)
-        pools, residences[row] = _offer(queue, pools, state, residence, min(settled, num_tokens))
+        settled = min(settled, num_tokens)
+        offers.append((state, residence, settled))
+        if residence.may_offer:
+            residences[row] = replace(residence, num_offered=settled)
+    pools = _offer(queue, pools, offers)
     running = replace(
         running, states=tuple(states), counts=replace(running.counts, next_offer=frozen(next_offer))
     )
@@ -66,6 +72,7 @@ def leave(
     if not rows:
         return queue, ()
     running, pools, states = queue.running, queue.pools, []
+    offers: list[tuple[RequestState, Residence, int]] = []
     for row in rows:
         state = replace(running.states[row], tokens=tokens_of(queue, row))
         residence = running.residences[row]
@@ -73,10 +80,10 @@ def leave(
             own = [blocks[n:] for blocks, n in zip(residence.blocks, residence.num_borrowed, strict=True)]
             pools = tuple([withdraw(pool, blocks) for pool, blocks in zip(pools, own, strict=True)])
         elif queue.config.enable_prefix_caching:
-            settled = int(running.counts.num_settled[row])
             state = with_chain(queue, state, state.tokens)
-            pools, _ = _offer(queue, pools, state, residence, settled)
+            offers.append((state, residence, int(running.counts.num_settled[row])))
         states.append(state)
+    pools = _offer(queue, pools, offers)
     gone = [running.residences[row] for row in rows]
     held = [_backwards([held_by(residence, g) for residence in gone]) for g in range(len(pools))]
     slots = queue.log.free_slots + tuple([residence.slot for residence in gone])
@@ -85,8 +92,18 @@ def leave(
         running=drop_rows(running, rows),
         pools=tuple([release(pool, blocks) for pool, blocks in zip(pools, held, strict=True)]),
         log=TokenLog(queue.log.lines, queue.log.width, slots),
+        drafts=without_drafts(queue.drafts, [state.ticket for state in states]),
     )
     return queue, tuple(states)
+
+
+def without_drafts(
+    drafts: Mapping[int, tuple[int, ...]], tickets: Collection[int]
+) -> Mapping[int, tuple[int, ...]]:
+    """The drafts of all but these."""
+    if not drafts:
+        return drafts
+    return MappingProxyType({ticket: own for ticket, own in drafts.items() if ticket not in tickets})
 
 
 def put_back(queue: Queue, states: Sequence[RequestState]) -> Queue:
@@ -120,25 +137,27 @@ def tidied(waiting: Waiting) -> Waiting:
 
 
 def _offer(
-    queue: Queue, pools: tuple[BlockPool, ...], state: RequestState, residence: Residence, settled: int
-) -> tuple[tuple[BlockPool, ...], Residence]:
-    """The pools with the request's blocks wholly below `settled` in the prefix cache."""
-    if state.chain is None or not residence.may_offer:
-        return pools, residence
+    queue: Queue, pools: tuple[BlockPool, ...], offers: Sequence[tuple[RequestState, Residence, int]]
+) -> tuple[BlockPool, ...]:
+    """The pools with these requests' blocks in the prefix cache: those wholly below what is settled of each."""
     offered = []
-    for pool, size, keys, blocks in zip(
-        pools, queue.config.block_sizes, state.chain[1], residence.blocks, strict=True
-    ):
-        span = slice(residence.num_offered // size, settled // size)
-        offered.append(offer(pool, keys[span], blocks[span]))
-    return tuple(offered), replace(residence, num_offered=settled)
+    for group, (pool, size) in enumerate(zip(pools, queue.config.block_sizes, strict=True)):
+        keys: list[bytes] = []
+        ids: list[int] = []
+        for state, residence, settled in offers:
+            if state.chain is not None and residence.may_offer:
+                span = slice(residence.num_offered // size, settled // size)
+                keys += state.chain[1][group][span]
+                ids += residence.blocks[group][span].tolist()
+        offered.append(offer(pool, keys, ids))
+    return tuple(offered)
 
 
 def held_by(residence: Residence, group: int) -> NDArray[np.int32]:
     """What a request holds of a KV group: its blocks, and behind them the one that it has yet to copy."""
     blocks = residence.blocks[group].array
     source = residence.sources[group] if residence.sources else None
-    return blocks if source is None else np.append(blocks, np.int32(source))
+    return blocks if source is None else appended(blocks, source)
 
 
 def _backwards(blocks: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:

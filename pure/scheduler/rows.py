@@ -1,6 +1,6 @@
 """Edits of the running requests' columns, and of the log of their tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import attrs
@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Bool, Int, Int32
 from numpy.typing import NDArray
 
-from purestep.pure.arrays import Tape, empty_column, frozen, with_items
+from purestep.pure.arrays import Tape, empty_column, frozen
 from purestep.pure.record import record, replace
 from purestep.pure.records.queue import (
     News,
@@ -113,22 +113,21 @@ def drop_rows(running: Running, rows: Sequence[int]) -> Running:
 
 def add_twin(running: Running, row: int, state: RequestState, residence: Residence, *, ran: bool) -> Running:
     """With one request more, whose counts are those of the one in the row."""
-    rows = np.append(np.arange(len(running)), row)
-    facts, counts = _take(running.facts, rows), _take(running.counts, rows)
-    stops = running.stop_rows == row
-    last = len(running)
+    last, stop_rows, stop_ids = len(running), running.stop_rows, running.stop_ids
+    rows = np.arange(last + 1)
+    rows[last] = row
+    own_stops = stop_ids[stop_rows == row]
+    if len(own_stops):
+        stop_rows = frozen(np.concatenate([stop_rows, np.full(len(own_stops), last)]))
+        stop_ids = frozen(np.concatenate([stop_ids, own_stops]))
     joined = Running(
         req_ids=(*running.req_ids, state.request.req_id),
         states=(*running.states, state),
         residences=(*running.residences, residence),
-        facts=replace(
-            facts,
-            ticket=with_items(facts.ticket, last, state.ticket),
-            slot=with_items(facts.slot, last, residence.slot),
-        ),
-        counts=replace(counts, ran=with_items(counts.ran, last, ran)),
-        stop_rows=frozen(np.append(running.stop_rows, np.full(np.count_nonzero(stops), last))),
-        stop_ids=frozen(np.append(running.stop_ids, running.stop_ids[stops])),
+        facts=_twinned(running.facts, rows, ticket=state.ticket, slot=residence.slot),
+        counts=_twinned(running.counts, rows, ran=ran),
+        stop_rows=stop_rows,
+        stop_ids=stop_ids,
     )
     return in_order(joined, last)
 
@@ -184,6 +183,7 @@ def stepped(
     log: TokenLog | None = None,
     news: News | None = None,
     in_flight: tuple[StepInFlight, ...] | None = None,
+    drafts: Mapping[int, tuple[int, ...]] | None = None,
 ) -> Queue:
     """The queue with what every step changes: `replace` written out."""
     running = queue.running
@@ -205,17 +205,20 @@ def stepped(
         news=queue.news if news is None else news,
         in_flight=queue.in_flight if in_flight is None else in_flight,
         moments=queue.moments,
+        drafts=queue.drafts if drafts is None else drafts,
         kv_version=queue.kv_version,
         next_ticket=queue.next_ticket,
     )
 
 
-def with_line(queue: Queue, token: Int[np.ndarray, " rows"]) -> TokenLog:
-    """The log with one more line: a token for each row, -1 for none."""
-    log = queue.log
-    line = np.full(log.width, -1, np.int32)
-    line[queue.running.facts.slot] = token
-    return TokenLog(log.lines.extend(line), log.width, log.free_slots)
+def with_lines(queue: Queue, tokens: Int[np.ndarray, "rows width"]) -> TokenLog:
+    """The log with the rows' tokens in it, -1 behind the last of each: a line more, or as many as a row has tokens."""
+    log, slots = queue.log, queue.running.facts.slot
+    num_lines = max(int(np.count_nonzero((tokens >= 0).any(axis=0))), 1) if tokens.shape[1] > 1 else 1
+    lines = np.full((num_lines, log.width), -1, np.int32)
+    for line in range(num_lines):
+        lines[line, slots] = tokens[:, line]
+    return TokenLog(log.lines.extend(lines.ravel()), log.width, log.free_slots)
 
 
 def turn_page(queue: Queue) -> Queue:
@@ -270,3 +273,11 @@ def _join(first: Columns, second: Columns) -> Columns:
 def _take(columns: Columns, rows: NDArray[Any] | Bool[np.ndarray, " rows"]) -> Columns:
     names = [field.name for field in attrs.fields(type(columns))]  # type: ignore[arg-type]
     return type(columns)(*(frozen(getattr(columns, name)[rows]) for name in names))
+
+
+def _twinned(columns: Columns, rows: NDArray[Any], **own: Any) -> Columns:
+    """These rows, where the last one has some items of its own."""
+    taken: dict[str, NDArray[Any]] = {name: getattr(columns, name)[rows] for name in columns.__match_args__}
+    for name, value in own.items():
+        taken[name][-1] = value
+    return type(columns)(*map(frozen, taken.values()))

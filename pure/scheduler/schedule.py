@@ -17,8 +17,9 @@ from purestep.pure.records.scheduler_output import (
     SchedulerOutput,
 )
 from purestep.pure.scheduler.admission import Admitted, admit
+from purestep.pure.scheduler.drafts import verified
 from purestep.pure.scheduler.growth import Served, serve_running
-from purestep.pure.scheduler.memory import put_back
+from purestep.pure.scheduler.memory import put_back, without_drafts
 from purestep.pure.scheduler.rows import rows_of, stepped, tokens_of
 from purestep.pure.scheduler.sharing import block_copies
 
@@ -29,8 +30,8 @@ def schedule(queue: Queue) -> tuple[Queue, SchedulerOutput]:
     Continuous batching with chunked prefill: every request gets the tokens that it can compute, as far as
     `max_num_batched_tokens` goes. Counts are advanced here, as if the step were done, so that with
     `async_scheduling` the next one can be scheduled before its output is known; without it, rows whose token is
-    not known yet sit out. A row is not scheduled past its length limit. In a step that preempts nobody is admitted.
-    A steady batch hands out the same id tuple and the same token counts, the very objects.
+    not known yet sit out. A row is not scheduled past its length limit, drafts included. In a step that preempts
+    nobody is admitted. A steady batch hands out the same id tuple and the same token counts, the very objects.
 
     Every output with scheduled requests must be answered by `update`, in order; an empty one must not.
     Source: vllm/v1/core/sched/scheduler.py schedule.
@@ -45,6 +46,8 @@ def schedule(queue: Queue) -> tuple[Queue, SchedulerOutput]:
         if admitted:
             num_scheduled = _with_admitted(queue.running, num_scheduled, admitted)
     news = _news(queue, num_scheduled)
+    drafts = _drafts_in(queue, num_scheduled) if queue.config.num_spec_tokens else None
+    of_device = drafts if queue.config.drafts_on_device else None
     copies = (*served.copies.values(), *(new.copies for new in admitted))
     output = SchedulerOutput(
         scheduled_new_reqs=tuple([_new_request(new) for new in admitted if new.is_new]),
@@ -53,9 +56,19 @@ def schedule(queue: Queue) -> tuple[Queue, SchedulerOutput]:
         num_scheduled_tokens=news.num_scheduled_tokens,
         finished_req_ids=queue.news.finished_req_ids,
         preempted_req_ids=queue.news.preempted_req_ids,
+        scheduled_spec_decode_tokens=NOTHING if drafts is None else verified(queue, drafts),
+        num_device_drafts=None if of_device is None else frozen(of_device[num_scheduled > 0]),
         block_copies=block_copies(copies, len(queue.pools)) if copies else (),
+        num_spec_tokens_to_schedule=queue.config.num_spec_tokens,
     )
-    return _advance(queue, num_scheduled, news), output
+    return _advance(queue, num_scheduled, news, drafts), output
+
+
+def _drafts_in(queue: Queue, num_scheduled: Int32[np.ndarray, " rows"]) -> Int32[np.ndarray, " rows"] | None:
+    """How many of the rows' scheduled tokens are drafts; None if nobody has any."""
+    counts = queue.running.counts
+    drafts = frozen(np.maximum(counts.num_computed + num_scheduled - counts.num_tokens, 0))
+    return drafts if drafts.any() else None
 
 
 def _with_admitted(
@@ -136,17 +149,23 @@ def _block_ids(new: Admitted) -> BlockIds:
     return tuple([tuple(blocks.tolist()) for blocks in new.newcomer.residence.blocks])
 
 
-def _advance(queue: Queue, num_scheduled: Int32[np.ndarray, " rows"], news: News) -> Queue:
-    """The queue as if the step had been done, and one token more known of where it will be."""
+def _advance(
+    queue: Queue,
+    num_scheduled: Int32[np.ndarray, " rows"],
+    news: News,
+    drafts: Int32[np.ndarray, " rows"] | None,
+) -> Queue:
+    """The queue as if the step had been done and all drafts accepted, and one token more known of where it will be."""
     running, counts = queue.running, queue.running.counts
     if not len(news.req_ids):
         still = empty_column(len(running), np.bool_)
         return stepped(queue, replace(counts, ran=still) if counts.ran.any() else counts, news=news)
     runs = num_scheduled > 0
     num_computed = frozen(counts.num_computed + num_scheduled)
-    samples = frozen(runs & (num_computed == counts.num_tokens))
+    num_tokens = counts.num_tokens if drafts is None else counts.num_tokens + drafts
+    samples = frozen(runs & (num_computed == num_tokens))
     counts = RunningCounts(
-        num_tokens=frozen(counts.num_tokens + samples),
+        num_tokens=frozen(num_tokens + samples),
         num_known=counts.num_known,
         num_computed=num_computed,
         num_settled=counts.num_settled,
@@ -154,13 +173,20 @@ def _advance(queue: Queue, num_scheduled: Int32[np.ndarray, " rows"], news: News
         next_offer=counts.next_offer,
         ran=counts.ran if (runs == counts.ran).all() else frozen(runs),
     )
-    step = StepInFlight(news.req_ids, running.facts.ticket, num_computed, samples)
+    step = StepInFlight(news.req_ids, running.facts.ticket, num_scheduled, samples, drafts)
     if len(news.req_ids) < len(running):
         step = _only(step, np.flatnonzero(runs))
-    return stepped(queue, counts, news=news, in_flight=(*queue.in_flight, step))
+    in_flight = (*queue.in_flight, step)
+    left = without_drafts(queue.drafts, step.ticket.tolist()) if queue.drafts else queue.drafts
+    return stepped(queue, counts, news=news, in_flight=in_flight, drafts=left)
 
 
 def _only(step: StepInFlight, rows: NDArray[np.int64] | Bool[np.ndarray, " rows"]) -> StepInFlight:
+    drafts = None if step.num_drafts is None else frozen(step.num_drafts[rows])
     return StepInFlight(
-        step.req_ids, frozen(step.ticket[rows]), frozen(step.num_computed[rows]), frozen(step.samples[rows])
+        req_ids=step.req_ids,
+        ticket=frozen(step.ticket[rows]),
+        num_scheduled=frozen(step.num_scheduled[rows]),
+        samples=frozen(step.samples[rows]),
+        num_drafts=drafts,
     )

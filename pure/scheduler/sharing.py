@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from purestep.pure.arrays import frozen
 from purestep.pure.blocks import release
+from purestep.pure.errors import InvalidRequestError
 from purestep.pure.record import record, replace
 from purestep.pure.records.queue import Queue, Residence
-from purestep.pure.scheduler.rows import with_residences
+from purestep.pure.scheduler.drafts import num_computed_least
 
 Copies = tuple[tuple[int, int] | None, ...]  # per KV group: (source, target)
 BlockCopies = tuple[tuple[tuple[int, int], ...], ...]  # per KV group
@@ -31,11 +32,21 @@ class Shareable:
 
 
 def give_up_open_blocks(queue: Queue, rows: Sequence[int]) -> Shareable:
-    """These running requests without the blocks that are not computed wholly."""
+    """These running requests without the blocks that are not computed wholly.
+
+    Raises:
+        InvalidRequestError: drafts of one of them are on their way, so that nobody knows yet which blocks those are.
+    """
     running, sizes = queue.running, queue.config.block_sizes
-    residences: dict[int, Residence] = {}
+    least = num_computed_least(queue)
+    if least is not running.counts.num_computed and (least < running.counts.num_computed)[list(rows)].any():
+        raise InvalidRequestError(
+            f"blocks of {len(rows)} requests are to be shared, and drafts of theirs are on their way: take in the "
+            "outputs of the steps in flight first"
+        )
+    residences = list(running.residences)
     given_up: list[list[NDArray[np.int32]]] = [[] for _ in sizes]
-    covered, kept = running.counts.num_covered.copy(), {}
+    covered, kept = running.counts.num_covered.copy(), dict[str, tuple[int, ...]]()
     for row in rows:
         old, computed = running.residences[row], int(running.counts.num_computed[row])
         full = tuple([computed // size for size in sizes])
@@ -51,10 +62,11 @@ def give_up_open_blocks(queue: Queue, rows: Sequence[int]) -> Shareable:
         residences[row] = replace(old, blocks=blocks, sources=held)
         covered[row] = min([n * size for n, size in zip(full, sizes, strict=True)])
         kept[running.req_ids[row]] = full
-    if not residences:
+    if not kept:
         return Shareable(queue, kept)
-    running = with_residences(running, residences)
-    running = replace(running, counts=replace(running.counts, num_covered=frozen(covered)))
+    running = replace(
+        running, residences=tuple(residences), counts=replace(running.counts, num_covered=frozen(covered))
+    )
     pools = tuple([release(p, np.concatenate(ids)) for p, ids in zip(queue.pools, given_up, strict=True)])
     return Shareable(replace(queue, running=running, pools=pools), kept)
 

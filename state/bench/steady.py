@@ -12,24 +12,16 @@ from contextlib import contextmanager
 import attrs
 
 from purestep.pure.errors import BenchmarkError
-from purestep.pure.plan import plan_step
 from purestep.pure.record import replace
-from purestep.pure.records.plan import StepPlan
 from purestep.pure.records.sampling_params import SamplingParams
-from purestep.pure.scheduler import schedule
-from purestep.pure.update import update_states
+from purestep.state.bare import plans_ahead, put_back
 from purestep.state.bench.clocks import Clock
 from purestep.state.bench.engines import SPARE_TOKENS
 from purestep.state.bench.methods import SAMPLINGS, Method, Prompts
 from purestep.state.engine import Engine
-from purestep.state.graphs import GraphKey
-from purestep.state.launch import whole_step
-from purestep.state.lease import Leased
-from purestep.state.moments import Moment, remember, rewind
+from purestep.state.moments import remember, rewind
 from purestep.state.run import run
 from purestep.state.turns import Turns
-
-Plans = list[tuple[StepPlan, GraphKey | None]]
 
 
 @attrs.frozen
@@ -47,7 +39,7 @@ def decoding(engine: Engine, prompts: Prompts, method: Method) -> Iterator[Turns
     Raises:
         BenchmarkError: that does not come about, since not all of them run at once.
     """
-    turns = engine._turns
+    turns = engine.turns
     params = SamplingParams(
         max_tokens=method.long + SPARE_TOKENS // 2, ignore_eos=True, detokenize=False, **SAMPLINGS["decode"]
     )
@@ -129,37 +121,6 @@ def take_turn(turns: Turns) -> None:
     """A step begun, one taken in; nobody wants to hear what it brought."""
     turns.turn()
     turns.tell(turns.now.book.news, of=())
-
-
-def plans_ahead(turns: Turns, num_steps: int) -> Plans:
-    """The plans of the next steps, each with its graph, as the engine would make them one step ahead.
-
-    Nothing changes by it: who is in the batch and how far it is are values.
-
-    Raises:
-        BenchmarkError: a request ends, or lacks blocks, before the last step.
-    """
-    now = turns.now
-    queue, batch, absorbed = now.queue, now.batch, now.leased.absorbed
-    queue = replace(queue, config=replace(queue.config, async_scheduling=True))
-    num_requests, plans = len(batch.row_of), Plans()
-    for step in range(num_steps):
-        queue, scheduled = schedule(queue)
-        if len(scheduled.req_ids) < num_requests:
-            raise BenchmarkError(
-                f"only {len(scheduled.req_ids)} of {num_requests} requests go on at step {step} of {num_steps}: "
-                "give the engine blocks and max_model_len for all steps"
-            )
-        batch = update_states(batch, scheduled)
-        padded, key = whole_step(turns.bound, turns._dispatch_keys, batch, absorbed)
-        plans.append((plan_step(padded, absorbed), key))
-        absorbed = padded
-    return plans
-
-
-def put_back(turns: Turns, moment: Moment, leased: Leased) -> None:
-    """Give the engine its buffers back, as they were at the moment."""
-    turns.now = attrs.evolve(turns.now, leased=rewind(moment, leased))
 
 
 def _fewest_outputs(turns: Turns, num_requests: int) -> int:

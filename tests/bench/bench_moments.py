@@ -82,7 +82,7 @@ def measure(num_requests: int, num_tokens: int, num_runs: int) -> dict[str, Any]
         for _ in range(num_runs):
             times["fork_again"].append(microseconds(lambda: engine.fork("r0", "fork")))
             engine.abort("fork")
-        turns, times["publish"] = engine._turns, []
+        turns, times["publish"] = engine.turns, []
         for _ in range(num_runs):
             turns._begin()
             turns._land()

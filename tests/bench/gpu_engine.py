@@ -27,7 +27,7 @@ from purestep.state.bench.measure import WHAT, Wanted, measure
 from purestep.state.bench.methods import GPU_METHOD
 from purestep.state.bench.report import label, shown
 from purestep.state.bench.rows import Row, about
-from purestep.state.bench.shapes import Subject
+from purestep.state.bench.shapes import SHAPES, Subject
 from purestep.state.engine import Engine
 
 DECODE = {  # milliseconds a step
@@ -39,6 +39,7 @@ PREFILL = {"0.6B": 380_000, "1B": 280_000, "8B": 42_100}  # prompt tokens per se
 STARTUP = {"1B": 25.0, "8B": 35.0}  # seconds, caches cold
 SAMPLED = 1.04  # of our own greedy step
 RUN_US = 60.0  # from calling `run` to its return
+CAPTURE = {"s": 15.0, "bytes": 2**30}
 
 
 def check_equal() -> list[dict[str, Any]]:
@@ -82,6 +83,29 @@ def check_equal() -> list[dict[str, Any]]:
     return rows
 
 
+def capture_row(shape: str) -> dict[str, Any]:
+    """What the engine captures by default for this shape, how long that takes, and how much memory graphs hold."""
+    config = SHAPES[shape]
+    params = random_params(config, seed=0, dtype=torch.bfloat16, device="cuda")
+    with Engine(
+        (llama(config), params), device="cuda", dtype=torch.bfloat16, capture_progress=False
+    ) as engine:
+        report = engine.capture_report
+    assert report is not None
+    print(
+        f"{shape:5} {report.num_graphs} graphs: {report.seconds:.1f} s, {report.num_bytes:,} bytes",
+        flush=True,
+    )
+    return {
+        "bench": "capture",
+        "shape": shape,
+        "graphs": report.num_graphs,
+        "s": report.seconds,
+        "bytes": report.num_bytes,
+        "target": CAPTURE,
+    }
+
+
 def _tokens(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> list[Any]:
     return [[o.token_ids for o in r.outputs] for r in engine.generate(prompts, params, progress=False)]
 
@@ -113,7 +137,7 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--shapes", nargs="*", default=["1B"], choices=list(DECODE))
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 8, 64, 256])
-    parser.add_argument("--what", nargs="*", default=list(WHAT), choices=list(WHAT))
+    parser.add_argument("--what", nargs="*", default=[*WHAT, "capture"], choices=[*WHAT, "capture"])
     options = parser.parse_args()
 
     rows = check_equal()
@@ -123,10 +147,13 @@ def main() -> int:
         wanted = Wanted(
             subject=Subject(shape=name, device="cuda", dtype="bfloat16"),
             method=GPU_METHOD,
-            what=tuple(options.what),
+            what=tuple([what for what in options.what if what != "capture"]),
             batches=tuple(options.batches),
         )
-        rows += with_targets(measure(wanted, rates=rates))
+        if wanted.what:
+            rows += with_targets(measure(wanted, rates=rates))
+        if "capture" in options.what:
+            rows.append(capture_row(name))
         torch.cuda.empty_cache()
     own = about("cuda")
     options.out.write_text(json.dumps([row | own for row in rows], indent=1) + "\n")

@@ -52,6 +52,10 @@ ONE_ROW = [  # rows, columns, warps
     *((rows, 1024, 4) for rows in (2, 4, 8)),
     *((8, 512, 4), (16, 256, 4), (4, 2048, 8), (8, 2048, 8), (8, 1024, 8)),
 ]
+SLICED = [  # rows, columns, warps, stages, slices
+    *((64, 64, 4, 8, 2), (64, 64, 4, 8, 4), (64, 64, 4, 8, 8), (64, 128, 4, 5, 4), (64, 128, 4, 5, 8)),
+    *((128, 64, 8, 6, 4), (128, 64, 4, 6, 8), (64, 64, 4, 5, 4), (64, 64, 4, 12, 4), (64, 64, 4, 12, 8)),
+]
 A_FEW_ROWS = [  # rows, columns, warps, stages
     *((64, 64, 4, 6), (64, 64, 4, 8), (64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 4, 3), (128, 64, 8, 5)),
 ]
@@ -153,10 +157,12 @@ def tiles_of(site: Site, batch: int) -> list[Any]:
         return [*dict.fromkeys(tiles), None]
     few = batch <= 16
     tokens = 16 if few else 64
-    found: list[Any] = [SkinnyTile(tokens, *tile) for tile in (A_FEW_ROWS if few else SOME_ROWS)]
+    found = [SkinnyTile(tokens, *tile) for tile in (A_FEW_ROWS if few else SOME_ROWS)]
+    if few and outs < 20_000:
+        found += [SkinnyTile(8 if batch <= 8 else 16, *tile) for tile in SLICED]
     if gated:
         found = [t for t in found if t.rows * t.columns * t.num_stages <= 64 * 256 * 3]
-    return [*(t for t in found if outs >= 40 * t.rows), None]
+    return [*(t for t in found if 60 * t.rows <= outs * t.slices <= 600 * t.rows or outs > 20_000), None]
 
 
 def compilations(names: dict[str, Site], batch: int) -> list[Callable[[], Any]]:

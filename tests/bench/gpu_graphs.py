@@ -27,17 +27,14 @@ from purestep.kernels.types import Kernels
 from purestep.pure.errors import CaptureError
 from purestep.pure.models.initialize import random_params, tiny_config
 from purestep.pure.models.llama import llama
-from purestep.pure.plan import plan_step
 from purestep.pure.record import replace
 from purestep.pure.records.dispatch import CUDAGraphMode
 from purestep.pure.records.params import Params
 from purestep.pure.records.sampling_params import SamplingParams
-from purestep.pure.scheduler import schedule
-from purestep.pure.update import update_states
+from purestep.state.bare import plans_ahead
 from purestep.state.engine import Engine
 from purestep.state.graph_api import CudaGraphs, GraphApi
 from purestep.state.graphs import GraphKey
-from purestep.state.launch import whole_step
 from purestep.state.run import run, run_unrolled
 from purestep.state.setup import cuda_kernels
 from tests.state.fake_graphs import FakeGraphs
@@ -121,21 +118,15 @@ def decoding(device: Device, params: SamplingParams, num_reqs: int = 8) -> Engin
 
 def begun(engine: Engine, num_steps: int, *, key: GraphKey | None = None) -> list[Any]:
     """Steps begun one after another on the engine's buffers (as one, with a key of so many), behind its back."""
-    turns = engine._turns
-    queue, batch, leased = turns.now.queue, turns.now.batch, turns.now.leased
-    plans, absorbed, pending = [], leased.absorbed, []
-    for _ in range(num_steps):
-        queue, output = schedule(queue)
-        batch = update_states(batch, output)
-        padded, own = whole_step(turns.bound, turns._dispatch_keys, batch, absorbed)
-        assert own is not None
-        plans.append(plan_step(padded, absorbed))
-        if key is None:
-            leased, result = run(turns.bound, leased, plans[-1], key=own)
-            pending.append(result)
-        absorbed = padded
+    turns = engine.turns
+    leased, plans, pending = turns.now.leased, plans_ahead(turns, num_steps), []
     if key is not None:
-        leased, pending = run_unrolled(turns.bound, leased, plans, key=key)
+        leased, pending = run_unrolled(turns.bound, leased, [plan for plan, _ in plans], key=key)
+    else:
+        for plan, own in plans:
+            assert own is not None
+            leased, result = run(turns.bound, leased, plan, key=own)
+            pending.append(result)
     state = leased.value
     leaves = (state.ledger.table, state.token_ids[:-1], *(kv[1:] for kv in state.kv))
     return [[p.result().sampled_token_ids.tolist() for p in pending], [leaf.cpu().clone() for leaf in leaves]]
@@ -148,10 +139,8 @@ def unrolled(device: Device) -> Iterator[Row]:
         results = []
         for num_steps in (1, 8):
             engine = decoding(device, params)
-            turns = engine._turns
-            _, output = schedule(turns.now.queue)
-            batch = update_states(turns.now.batch, output)
-            _, key = whole_step(turns.bound, turns._dispatch_keys, batch, turns.now.leased.absorbed)
+            turns = engine.turns
+            ((_, key),) = plans_ahead(turns, 1)
             assert key is not None
             if num_steps > 1:
                 key = replace(key, num_steps=num_steps)
@@ -288,7 +277,7 @@ def moments(device: Device) -> Iterator[Row]:
         for _ in range(2):
             engine.rewind(here)
             tokens = [[(o.req_id, o.outputs[0].token_ids) for o in engine.step()] for _ in range(64)]
-            histories.append((tokens, engine._turns.now.leased.value.ledger.table.cpu().clone()))
+            histories.append((tokens, engine.turns.now.leased.value.ledger.table.cpu().clone()))
         (one, ledger), (two, other) = histories
         yield {
             "what": "rewound after 64 steps on the same blocks, 64 steps give the same, the ledger bit by bit",

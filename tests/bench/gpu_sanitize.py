@@ -36,8 +36,9 @@ def main() -> int:
                 continue
             holds, detail = check()
             num_checks, num_failed = num_checks + 1, num_failed + (not holds)
-            if not holds:
-                print(f"FAIL {name}: {detail[:200]}", flush=True)
+            print(
+                f"{'ok  ' if holds else 'FAIL'} {name}" + ("" if holds else f": {detail[:200]}"), flush=True
+            )
     print(f"{num_checks} checks, {num_failed} failed, {time.monotonic() - begun:.0f} s", flush=True)
     return int(num_failed > 0)
 

@@ -84,6 +84,6 @@ MOMENT_MUTANTS = [
         "a fork misses the token on its way to its parent",
         test_moments.test_a_fork_gets_the_token_that_was_on_its_way_to_its_parent,
         turns,
-        {"with_heir": lambda book, readers, parent, child: readers},
+        {"with_heir": lambda readers, parent, child: readers},
     ),
 ]

@@ -11,7 +11,7 @@ from purestep.pure.sampling import _kept_mass
 from tests.bugs import test_processors
 from tests.mutant import Mutant
 
-sampling = importlib.import_module("purestep.pure.sampling")
+constrain, sampling = map(importlib.import_module, ("purestep.pure.constrain", "purestep.pure.sampling"))
 
 _forces = test_processors.forces
 
@@ -48,7 +48,7 @@ PROCESSOR_MUTANTS = [
         "H2",
         "a processor begins without outputs",
         test_processors.test_a_processor_counts_accepted_outputs_and_nothing_else,
-        sampling,
+        constrain,
         {"History": begins_empty},
     ),
     Mutant(

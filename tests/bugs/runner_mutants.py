@@ -50,7 +50,7 @@ def masks_in_batch_order(
 ) -> GrammarMask:
     listed = set(grammar.structured_output_request_ids)
     ordered = replace(grammar, structured_output_request_ids=tuple(r for r in req_ids if r in listed))
-    return grammar_mask(ordered, req_ids, drafts, num_rows=shape["num_rows"], vocab_size=shape["vocab_size"])
+    return grammar_mask(ordered, req_ids, drafts, **shape)
 
 
 RUNNER_MUTANTS = [

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from purestep.kernels.reference.logprobs import gather_ids, gather_logprobs
+from purestep.kernels.reference.logprobs import gather_ids, gather_logprobs, logsumexp
 
 VOCAB = 6
 ROW = st.lists(st.sampled_from([-3.0, -2.0, -1.0, 0.0]), min_size=VOCAB, max_size=VOCAB)
@@ -40,6 +40,17 @@ def test_named_ids(rows: list[tuple[list[float], int]], ids: list[int]) -> None:
     logprobs = torch.tensor([row for row, _ in rows])
     ours = gather_ids(logprobs, torch.tensor(ids).expand(len(rows), -1))
     assert ours.tolist() == [[row[v] if v >= 0 else -float("inf") for v in ids] for row, _ in rows]
+
+
+@given(st.lists(st.floats(-80, 80) | st.just(-float("inf")), min_size=1, max_size=VOCAB))
+def test_logits_less_their_sum_are_log_probabilities(row: list[float]) -> None:
+    logits = torch.tensor([row], dtype=torch.float64)
+    lowered = logits - logsumexp(logits)[:, None]
+    if max(row) > -float("inf"):
+        assert abs(float(lowered.exp().sum()) - 1) < 1e-12
+        assert (lowered - logits.log_softmax(-1)).nan_to_num().abs().max() < 1e-12
+    else:
+        assert logsumexp(logits).tolist() == [-float("inf")]
 
 
 def test_ties_of_a_large_vocabulary_are_ordered() -> None:

@@ -12,10 +12,12 @@ from torch.utils._pytree import tree_map
 from purestep.kernels.reference.constraints import add_bias, allow_only, ban_bad_words, ban_tokens
 from purestep.kernels.reference.draw import draw, greedy, scale_by_temperature, temperature_offset
 from purestep.kernels.reference.grammar import apply_grammar_bitmask
-from purestep.kernels.reference.logprobs import gather_ids, gather_logprobs
+from purestep.kernels.reference.logprobs import gather_ids, gather_logprobs, logsumexp
+from purestep.kernels.reference.ngram import propose_ngram
 from purestep.kernels.reference.penalties import penalize
 from purestep.kernels.reference.philox import uniforms
 from purestep.kernels.reference.truncate import truncate
+from purestep.kernels.reference.verify import count_accepted, draw_last, verify_greedy
 from tests.laws import assert_pure
 
 REQS, VOCAB, ENTRIES = 3, 10, 5
@@ -50,6 +52,13 @@ def random_arguments(seed: int) -> dict[str, Tensor]:
         "top_k": whole(0, 6, REQS),
         "seed": whole(-(2**40), 2**40, REQS),
         "stream": whole(-(2**40), 2**40, REQS),
+        "targets": 4 * real(REQS, 4, VOCAB),
+        "short_history": whole(0, 2, REQS, 8).int(),
+        "threes": torch.full((REQS,), 3),
+        "best": whole(0, 3, REQS, 4),
+        "drafts": whole(-1, 3, REQS, 3),
+        "q": real(REQS, 3, VOCAB).softmax(-1),
+        "uniform": real(REQS, 3) * 0.1,
     }
 
 
@@ -59,6 +68,20 @@ def draw_uniforms(seed: Tensor, stream: Tensor, index: Tensor) -> Tensor:
 
 def gather_three(logprobs: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return gather_logprobs(logprobs, ids, 3)
+
+
+def ngrams(token_ids: Tensor, rows: Tensor, lengths: Tensor, room: Tensor) -> Tensor:
+    return propose_ngram(token_ids, rows, lengths, room, min_n=1, max_n=3, num_drafts=3)
+
+
+def count_guesses(logits: Tensor, drafts: Tensor, num_drafts: Tensor, uniform: Tensor) -> Tensor:
+    return count_accepted(logits, drafts, num_drafts, None, uniform)
+
+
+def draw_after_guesses(
+    logits: Tensor, drafts: Tensor, num_drafts: Tensor, accepted: Tensor, exponential: Tensor
+) -> Tensor:
+    return draw_last(logits, drafts, num_drafts, accepted, None, exponential)
 
 
 KERNELS: list[tuple[Callable[..., Any], str]] = [
@@ -74,8 +97,15 @@ KERNELS: list[tuple[Callable[..., Any], str]] = [
     (draw_uniforms, "seed stream starts"),
     (draw, "logits noise"),
     (greedy, "logits"),
+    (logsumexp, "logits"),
     (gather_three, "logits chosen"),
     (gather_ids, "logits tokens"),
+    (verify_greedy, "best drafts starts"),
+    (count_accepted, "targets drafts starts q uniform"),
+    (count_guesses, "targets drafts starts uniform"),
+    (draw_last, "targets drafts starts starts q noise"),
+    (draw_after_guesses, "targets drafts threes starts noise"),
+    (ngrams, "short_history starts ends top_k"),
 ]
 each_kernel = pytest.mark.parametrize(("kernel", "names"), KERNELS, ids=[k.__name__ for k, _ in KERNELS])
 

@@ -10,7 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis.extra import numpy as npst
 
-from purestep.pure.arrays import Tape, append_each, empty_column, filled, frozen, start_loc, with_items
+from purestep.pure.arrays import (
+    Tape,
+    append_each,
+    appended,
+    empty_column,
+    filled,
+    frozen,
+    start_loc,
+    with_item,
+    with_items,
+)
 from tests.laws import assert_pure, equal
 from tests.profiles import examples
 
@@ -44,6 +54,30 @@ def test_with_items_gives_the_same_object_exactly_when_nothing_changes(
     result = with_items(frozen(column), np.array(indices, np.int64), values)
 
     assert (result is column) == (result.tolist() == column.tolist())
+
+
+@given(columns, st.data())
+def test_a_single_item_is_set_as_several_are(column: Any, data: st.DataObject) -> None:
+    index = data.draw(st.integers(0, len(column) - 1))
+    value = data.draw(npst.arrays(column.dtype, 1))
+
+    result = assert_pure(with_item, frozen(column), index, value[0])
+
+    expected = with_items(column, [index], value)
+    assert (result is column) == (expected is column)
+    assert equal(expected, result)
+    assert not result.flags.writeable
+
+
+@given(columns, st.data())
+def test_an_appended_item_lies_behind_the_others(column: Any, data: st.DataObject) -> None:
+    value = data.draw(npst.arrays(column.dtype, 1))[0]
+
+    result = assert_pure(appended, frozen(column), value)
+
+    assert [*column.tolist(), value.item()] == result.tolist()
+    assert result.dtype == column.dtype
+    assert not result.flags.writeable
 
 
 def test_with_items_takes_a_mask_and_one_value_for_all() -> None:

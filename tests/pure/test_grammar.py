@@ -27,12 +27,18 @@ def masks(names: tuple[str, ...], num_masks: int) -> GrammarOutput:
 
 
 def test_upstreams_example() -> None:
-    """Each request has 1 + drafts rows in the batch, and as many masks in the order of the grammar's ids."""
+    """Each request has 1 + drafts masks in the order of the grammar's ids, and as many rows as the layout gives all."""
     drafts = {"a": (7, 8), "c": (9,)}
     found = assert_pure(
-        grammar_mask, masks(("c", "a"), 5), ("a", "b", "c"), drafts, num_rows=6, vocab_size=VOCAB
+        grammar_mask,
+        masks(("c", "a"), 5),
+        ("a", "b", "c"),
+        drafts,
+        num_rows=9,
+        vocab_size=VOCAB,
+        num_drafts=2,
     )
-    assert found.mask_of_row.tolist() == [2, 3, 4, -1, 0, 1]
+    assert found.mask_of_row.tolist() == [2, 3, 4, -1, -1, -1, 0, 1, -1]
 
 
 @given(st.permutations("abcdef"), st.permutations("abcdefxy"), st.data())
@@ -42,17 +48,19 @@ def test_a_request_has_its_own_masks_whatever_the_orders(
     """Those without a grammar have none, nor has padding; who does not run uses up its masks."""
     drafts = {name: (1,) * data.draw(st.integers(0, 3)) for name in "abcdefxy"}
     names = tuple(everybody[: data.draw(st.integers(0, 8))])
-    num_rows = sum(1 + len(drafts[name]) for name in batch)
+    most = data.draw(st.integers(0, 3))  # fewer than were scheduled if the layout says so
+    num_rows = len(batch) * (1 + most)
     grammar = masks(names, sum(1 + len(drafts[name]) for name in names))
 
-    found = grammar_mask(grammar, batch, drafts, num_rows=num_rows + 2, vocab_size=VOCAB)
+    found = grammar_mask(grammar, batch, drafts, num_rows=num_rows + 2, vocab_size=VOCAB, num_drafts=most)
 
     own = {}
     start = 0
     for name in names:
         own[name] = list(range(start, start + 1 + len(drafts[name])))
         start = own[name][-1] + 1
-    expected = [mask for name in batch for mask in own.get(name, [-1] * (1 + len(drafts[name])))]
+    rows = [(own.get(name, []) + [-1] * (1 + most))[: 1 + most] for name in batch]
+    expected = [mask for row in rows for mask in row]
     assert found.mask_of_row.tolist() == [*expected, -1, -1]
 
 

@@ -15,7 +15,8 @@ from purestep.pure.records.scheduler_output import NewRequestData, SchedulerOutp
 from purestep.pure.update import update_states
 from tests.laws import digest
 from tests.pure.test_update import LIMITS
-from tests.schedules import Schedule, drive, seeds
+from tests.schedules import DRAFTED, Schedule, drive, seeds
+from tests.schedules import LIMITS as ALL_LIMITS
 from tests.tiny import cached_requests, decode, new_request, scheduled, settled
 
 SIZES = (2, 1)
@@ -142,7 +143,7 @@ def test_a_step_is_taken_exactly_if_each_block_that_it_may_write_has_one_holder(
 @given(seeds, st.integers(0, 2))
 def test_holders_are_counted_as_the_lists_say(rng: Random, lag: int) -> None:
     """Whatever happened before, with rows given up, taken again, rolled back and parked."""
-    for moment in drive(Schedule(rng), 20, max_unsettled=lag):
+    for moment in drive(Schedule(rng, rng.choice((ALL_LIMITS, DRAFTED))), 20, max_unsettled=lag):
         batch = moment.after
         for group, column in enumerate(batch.holders.counts):
             held = [tape.tolist() for tape in batch.rows.block_ids[group] if tape is not None]
@@ -227,3 +228,12 @@ def test_a_block_given_away_while_its_request_sat_out_is_found_when_it_comes_bac
     )
     with pytest.raises(SchedulerOutputError, match=r"may write block 1 of KV group 0"):
         update_states(batch, scheduled(cached=back, counts={"b": 1, "a": 1}))
+
+
+def test_a_block_given_away_while_its_request_waits_in_its_row_is_found_at_once() -> None:
+    """The last step of a is unsettled, so a keeps its row when the next one leaves it out: it goes on in block 1."""
+    batch = update_states(InputBatch.make_empty(LIMITS), first())
+    taken = cached_requests(batch, "b", new_block_ids={"b": ((1,),)})
+    taken = replace(taken, num_computed_tokens=batch.columns.num_computed_tokens_bound[[batch.row_of["b"]]])
+    with pytest.raises(SchedulerOutputError, match=r"'[ab]' may write block 1 of KV group 0"):
+        update_states(batch, scheduled(cached=taken, counts={"b": 1}))

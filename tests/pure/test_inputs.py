@@ -84,8 +84,10 @@ def test_padding_changes_nothing_of_the_real_part(rng: Random) -> None:
     assert not wider.seq_lens[bounds.num_reqs :].any()
     assert wider.discard[bounds.num_reqs :].all()
     assert ((wider.input_ids >= 0) & (wider.input_ids < LIMITS.vocab_size)).all()
-    metadata = build_attention_metadata(padded, wider)
-    for group, real in zip(metadata.groups, build_attention_metadata(plain, inputs).groups, strict=True):
+    metadata = build_attention_metadata(padded, wider, kernels=reference)
+    for group, real in zip(
+        metadata.groups, build_attention_metadata(plain, inputs, kernels=reference).groups, strict=True
+    ):
         assert equal(group.block_table[reqs], real.block_table)
 
 
@@ -96,7 +98,12 @@ def test_they_are_pure(rng: Random) -> None:
     *_, moment = drive(Schedule(rng), 4)
     if moment.after.req_ids:
         state = reflecting(moment.after)
-        assert_pure(build_attention_metadata, state, assert_pure(prepare_inputs, state, kernels=reference))
+        assert_pure(
+            build_attention_metadata,
+            state,
+            assert_pure(prepare_inputs, state, kernels=reference),
+            kernels=reference,
+        )
 
 
 def limits(**changes: object) -> BatchLimits:
@@ -219,7 +226,7 @@ def test_metadata_is_cut_to_the_bound() -> None:
     batch = update_states(InputBatch.make_empty(wide), scheduled(*new, counts={"b": 3, "a": 3}))
     model, _ = tiny_llama(groups=(0,))
     state = absorbed(initial_state(model, wide), batch, InputBatch.make_empty(wide))
-    metadata = build_attention_metadata(state, prepared(state))
+    metadata = build_attention_metadata(state, prepared(state), kernels=reference)
     assert batch.layout.bounds.max_seq_len == metadata.max_seq_len == 64
     assert metadata.max_query_len == 3
     (group,) = metadata.groups

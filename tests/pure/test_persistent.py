@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from purestep.pure import persistent
 from purestep.pure.persistent import Column, Heap, Map, heap_of, num_in, pop, push
+from tests.laws import equal
 
 KEYS = st.integers(0, 20)
 
@@ -22,6 +23,7 @@ def test_a_map_is_a_dict_and_every_version_stays_good(
             versions.append((old.without(keys), {k: v for k, v in model.items() if k not in items}))
         else:
             versions.append((old.with_items(items.items()), model | items))
+            versions += [(old.with_item(key, "one"), model | {key: "one"}) for key in keys[:1]]
 
     for version, model in versions:
         assert dict(version.items()) == model
@@ -40,9 +42,9 @@ def test_a_map_without_edits_is_the_same_object() -> None:
 
 def test_an_edit_copies_one_shard() -> None:
     some = Map[int, int].make_empty(4).with_items((i, i) for i in range(100))
-    edited = some.with_items([(1, 0)])
 
-    assert sum(a is not b for a, b in zip(some.shards, edited.shards, strict=True)) == 1
+    for edited in (some.with_items([(1, 0)]), some.with_item(1, 0)):
+        assert sum(a is not b for a, b in zip(some.shards, edited.shards, strict=True)) == 1
 
 
 @given(st.lists(st.integers()), st.lists(st.one_of(st.none(), st.integers())))
@@ -116,8 +118,10 @@ def test_numbers_added_to_a_column_are_added_once_for_each_mention(
         column, model = Column.make(100, 0), [0] * 100
         for indices, amount in edits:
             before = column
-            column = column.plus(np.array(indices, np.int64), amount)
+            column, old = column.counted(np.array(indices, np.int64), amount)
             assert before.array.tolist() == model
+            assert old.tolist() == [model[index] for index in indices]
+            assert equal(column, before.plus(np.array(indices, np.int64), amount))
             for index in indices:
                 model[index] += amount
             assert column.array.tolist() == model

@@ -53,7 +53,7 @@ def test_chunks_score_every_prompt_token_but_the_first_once(data: st.DataObject)
             output = scheduled(cached=cached, counts={"other": 1, "r": count})
         batch = update_states(batch, output)
         (chunk,) = assert_pure(prompt_chunks, batch, {"r": ()})
-        assert chunk.first_token == batch.layout.query_start_loc[1]
+        assert (chunk.index, chunk.first_token) == (1, 0)
         assert chunk.num_rows == len(prompt) - 1
         assert chunk.num_logprobs == (20 if params.prompt_logprobs == -1 else params.prompt_logprobs)
         found.append(chunk)
@@ -70,7 +70,8 @@ def test_a_score_is_the_log_probability_of_the_token_that_follows() -> None:
     targets = torch.tensor([3, 0, 8, 3], dtype=torch.int32)
     rows = assert_pure(score_prompt, logits, targets, num_logprobs=2, kernels=reference)
     expected = logits.log_softmax(-1)
-    assert torch.equal(rows.logprobs[:, 0], expected[torch.arange(4), targets.long()])
+    own = expected[torch.arange(4), targets.long()]
+    torch.testing.assert_close(rows.logprobs[:, 0], own, rtol=0, atol=1e-14)  # another order of the same sum
     assert torch.equal(rows.logprob_token_ids[:, 1], expected.argmax(-1).int())
 
 
@@ -85,4 +86,4 @@ def test_a_row_that_nobody_computed_is_absent_and_the_later_of_two_counts() -> N
 
 
 def test_a_chunk_is_a_plain_value() -> None:
-    assert PromptChunk("r", 0, 0, (1,), 1, 1, True) == PromptChunk("r", 0, 0, (1,), 1, 1, True)
+    assert PromptChunk("r", 0, 0, 0, (1,), 1, 1, True) == PromptChunk("r", 0, 0, 0, (1,), 1, 1, True)

@@ -14,17 +14,19 @@ from purestep.pure.records.scheduler_output import CachedRequestData
 from purestep.pure.settle import settle
 from purestep.pure.update import update_states
 from tests.laws import assert_pure
+from tests.lives import toy_token
 from tests.profiles import examples
-from tests.schedules import Schedule, drive, seeds, toy_token
+from tests.schedules import DRAFTED, Schedule, drive, seeds
+from tests.schedules import LIMITS as LIMITS_OF_ALL
 from tests.tiny import column, decode, host_output, new_request, scheduled
 
 LIMITS = BatchLimits(max_num_reqs=2, max_model_len=16, vocab_size=8, block_sizes=(4,), num_blocks=(20,))
 
 
-@given(seeds, st.integers(0, 3))
-def test_laws_of_any_legal_schedule(rng: Random, lag: int) -> None:
-    """The laws below, with 0 to 3 steps begun before the outputs of those before them are known."""
-    schedule, begun = Schedule(rng), list[InputBatch]()
+@given(seeds, st.integers(0, 3), st.sampled_from([LIMITS_OF_ALL, DRAFTED]))
+def test_laws_of_any_legal_schedule(rng: Random, lag: int, limits: BatchLimits) -> None:
+    """The laws below, with 0 to 3 steps begun before the outputs of those before them are known, and drafts or none."""
+    schedule, begun = Schedule(rng, limits), list[InputBatch]()
     for moment in drive(schedule, 25, max_unsettled=lag):  # which checks settled <= truth <= bound
         clock = moment.before.clock
         assert_tokens_as_if_alone(schedule, moment.after)
@@ -68,7 +70,7 @@ def test_it_is_pure(rng: Random, lag: int) -> None:
     def settle_purely(batch: InputBatch, stepped: InputBatch, output: StepOutput) -> InputBatch:
         return assert_pure(settle, batch, stepped, output)
 
-    for _ in drive(Schedule(rng), 10, max_unsettled=lag, settle=settle_purely):
+    for _ in drive(Schedule(rng, DRAFTED), 10, max_unsettled=lag, settle=settle_purely):
         pass
 
 
@@ -90,10 +92,11 @@ def test_who_finished_meanwhile_is_left_alone() -> None:
 
 
 def test_who_was_parked_meanwhile_gets_its_token() -> None:
-    """The step of a and b is known after a was left out: its token is kept for its return."""
+    """The step of a and b is known after a was preempted: its token is kept for its return."""
     begun = two()
     cached = CachedRequestData(("b",), column(3), column(1))
-    now = update_states(begun, scheduled(cached=cached, counts={"b": 1}))
+    output = replace(scheduled(cached=cached, counts={"b": 1}), preempted_req_ids=frozenset("a"))
+    now = update_states(begun, output)
     assert now.parked["a"].num_computed_tokens == 0
     known = settle(now, begun, host_output([5, 6], [3, 3]))
     assert known.parked["a"].tokens.tolist() == [1, 2, 3, 5]

@@ -27,8 +27,9 @@ from purestep.pure.settle import settle
 from purestep.pure.step import execute, sample, step, unroll
 from purestep.pure.update import update_states
 from tests.laws import assert_pure, equal
+from tests.lives import Life
 from tests.profiles import examples
-from tests.schedules import LIMITS, Life, Schedule, seeds
+from tests.schedules import LIMITS, Schedule, seeds
 from tests.tiny import GREEDY, Loop, decode, new_request, scheduled, tiny_llama
 
 MODEL, PARAMS = tiny_llama(groups=(0, 1))

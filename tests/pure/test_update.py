@@ -18,7 +18,8 @@ from purestep.pure.records.scheduler_output import CachedRequestData, SchedulerO
 from purestep.pure.update import update_states
 from tests.laws import assert_pure, digest
 from tests.profiles import examples
-from tests.schedules import Moment, Schedule, drive, seeds
+from tests.schedules import DRAFTED, Moment, Schedule, drive, seeds
+from tests.schedules import LIMITS as ALL_LIMITS
 from tests.tiny import cached_requests, column, decode, new_request, scheduled, settled
 
 LIMITS = BatchLimits(max_num_reqs=3, max_model_len=16, vocab_size=8, block_sizes=(4,), num_blocks=(20,))
@@ -29,7 +30,8 @@ lags = st.integers(0, 2)
 @given(seeds, lags)
 def test_laws_of_any_legal_schedule(rng: Random, lag: int) -> None:
     """After every step the batch is what plain lists say, and the laws below hold."""
-    for moment in drive(Schedule(rng), 20, max_unsettled=lag):  # which checks the batch against the lists
+    schedule = Schedule(rng, rng.choice((ALL_LIMITS, DRAFTED)))
+    for moment in drive(schedule, 20, max_unsettled=lag):  # which checks the batch against the lists
         assert_partition(moment)
         assert_stable(moment)
         assert_shared(moment)
@@ -39,7 +41,7 @@ def test_laws_of_any_legal_schedule(rng: Random, lag: int) -> None:
 @given(seeds, lags)
 def test_it_is_pure(rng: Random, lag: int) -> None:
     """Neither the batch nor the output changes, and a second call gives the same."""
-    for moment in drive(Schedule(rng), 10, max_unsettled=lag):
+    for moment in drive(Schedule(rng, rng.choice((ALL_LIMITS, DRAFTED))), 10, max_unsettled=lag):
         assert_pure(update_states, moment.before, moment.output)
 
 
@@ -52,7 +54,9 @@ def assert_partition(moment: Moment) -> None:
     for entries in (batch.rows.tokens, *batch.rows.block_ids):
         assert [row for row, item in enumerate(entries) if item is not None] == used
     assert batch.layout.row_of_index.tolist() == [batch.row_of[r] for r in batch.req_ids]
-    assert sorted(batch.layout.row_of_index.tolist()) == used  # who does not run is parked
+    columns, sits_out = batch.columns, sorted(set(used) - set(batch.layout.row_of_index.tolist()))
+    on_its_way = columns.num_computed_tokens_bound > columns.num_computed_tokens_settled
+    assert on_its_way[sits_out].all()  # who does not run is parked, but for what waits for its tokens
     assert batch.req_ids == output.req_ids
     assert np.diff(batch.layout.query_start_loc).tolist() == output.num_scheduled_tokens.tolist()
 
@@ -253,6 +257,17 @@ REFUSED = {
     "a block that does not exist": Refused(
         _steady(new_block_ids={"a": ((20,),)}), "blocks 20 to 20.*0 to 19"
     ),
+    "a block that is no number": Refused(
+        _steady(new_block_ids={"a": (("9",),)}), "'a' got blocks .*whole num"
+    ),
+    "a block that is a fraction": Refused(
+        _steady(new_block_ids={"a": ((9.0,),)}), "'a' got blocks .*whole num"
+    ),
+    "blocks that are no lists": Refused(_steady(new_block_ids={"a": (9,)}), "'a' got blocks .*whole numbers"),
+    "a new request's block that is a fraction": Refused(_with_new(block_ids=((9.5,),)), "'c' got blocks"),
+    "a request that runs and was preempted": Refused(
+        _steady(preempted_req_ids=frozenset({"a"})), "'a' is scheduled.*preempted"
+    ),
     "a negative block": Refused(_steady(new_block_ids={"a": ((-1,),)}), "blocks -1 to -1"),
     "blocks for too many groups": Refused(_steady(new_block_ids={"a": ((9,), (9,))}), "2 KV groups"),
     "a copy into the null block": Refused(_steady(block_copies=(((3, 0),),)), "blocks 0 to 3.*copy"),
@@ -350,11 +365,26 @@ def test_the_last_token_of_the_model_may_be_computed() -> None:
         update_states(batch, scheduled(cached=ahead, counts={"a": 1}))
 
 
-def test_a_request_left_out_while_its_step_is_in_flight_waits_for_it() -> None:
-    """Its last token is not known yet, so it may not come back as if it were."""
+def test_a_request_left_out_while_its_step_is_in_flight_goes_on_behind_it() -> None:
+    """It waits in its row for the token that is on its way, and may run before the host knows that."""
     begun = decode(decoding(), "a", "b")
     cached = CachedRequestData(("b",), column(4), column(2), new_block_ids={"b": ((8,),)})
     without = update_states(begun, scheduled(cached=cached, counts={"b": 1}))
+    assert (without.row_of, without.req_ids) == (begun.row_of, ("b",))
+    both = CachedRequestData(("b", "a"), column(5, 4), column(3, 2), new_block_ids={"a": ((7,),)})
+    back = update_states(without, scheduled(cached=both, counts={"a": 1, "b": 1}))
+    assert (back.row_of, back.rows.requests) == (begun.row_of, begun.rows.requests)
+    assert back.columns.num_computed_tokens_bound[[0, 1]].tolist() == [5, 6]
+    assert back.columns.num_computed_tokens_settled[[0, 1]].tolist() == [3, 3]
+
+
+def test_a_request_whose_blocks_were_taken_while_its_step_is_in_flight_does_not_wait() -> None:
+    """Who is preempted gives up its row, and comes back only with what is known for certain."""
+    begun = decode(decoding(), "a", "b")
+    cached = CachedRequestData(("b",), column(4), column(2), new_block_ids={"b": ((8,),)})
+    output = replace(scheduled(cached=cached, counts={"b": 1}), preempted_req_ids=frozenset("a"))
+    without = update_states(begun, output)
+    assert without.parked.keys() == {"a"}
     both = CachedRequestData(("b", "a"), column(5, 4), column(3, 2), new_block_ids={"a": ((7,),)})
     with pytest.raises(SchedulerOutputError, match=r"'a' comes back with 4 computed tokens.*3 for certain"):
         update_states(without, scheduled(cached=both, counts={"a": 1, "b": 1}))

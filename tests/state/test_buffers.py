@@ -40,9 +40,11 @@ def first_batch() -> InputBatch:
 
 def test_every_leaf_has_a_class() -> None:
     """That of the four kinds of a state's leaves; none is left out."""
-    found = {buffer.name: buffer.kind for buffer in PersistentBuffers(MODEL, LIMITS).specification}
+    buffers = PersistentBuffers(MODEL, replace(LIMITS, num_drafts=2))
+    found = {buffer.name: buffer.kind for buffer in buffers.specification}
     assert found == {
         "ledger": "overwrite",
+        "drafts[0]": "overwrite",
         "token_ids": "append-only",
         "sampling.floats": "host-written",
         "sampling.table": "host-written",
@@ -80,9 +82,16 @@ def test_memory_that_layers_share_counts_once_and_is_shown_so() -> None:
     assert line.endswith("in kv[0]")
 
 
-@given(st.integers(1, 6), st.integers(2, 40), st.integers(2, 9), st.sampled_from([4, 2]), st.booleans())
+@given(
+    st.integers(1, 6),
+    st.integers(2, 40),
+    st.integers(2, 9),
+    st.sampled_from([4, 2]),
+    st.booleans(),
+    st.integers(0, 3),
+)
 def test_what_does_not_fit_is_refused_before_anything_is_allocated(
-    num_reqs: int, length: int, num_blocks: int, kernel_size: int, configured: bool
+    num_reqs: int, length: int, num_blocks: int, kernel_size: int, configured: bool, num_drafts: int
 ) -> None:
     """Exactly the bytes of the state's fixed leaves are asked for: one less is too few."""
     limits = replace(
@@ -91,6 +100,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_allocated(
         max_model_len=length,
         num_blocks=(num_blocks,),
         kernel_block_sizes=(kernel_size,),
+        num_drafts=num_drafts,
     )
     config = None
     if configured:

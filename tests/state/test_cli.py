@@ -59,6 +59,24 @@ def test_text_for_a_model_without_tokenizer_is_a_named_error(
     assert "tokenizer" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("options", [(), ("--jsonl",), ("-n", "2")])
+def test_a_request_that_ends_as_an_error_is_told_of_and_the_status_is_1(
+    options: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Logits of NaN, while it grows and at its end; as a JSON line too."""
+    config = both("llama")[1].config
+    tensors = random_tensors(config)
+    tensors["model.norm.weight"][:] = float("nan")
+    spoilt = str(write_gguf(tmp_path / "spoilt.gguf", config, tensors))
+
+    assert main(["generate", "--model", spoilt, "--quiet", *options, "ab"]) == 1
+
+    out, err = capsys.readouterr()
+    assert "prompt 'ab': request" in err and "nothing to draw from" in err
+    if "--jsonl" in options:
+        assert json.loads(out)["finish_reason"] == "error" and "NaN" in json.loads(out)["error"]
+
+
 @pytest.mark.parametrize("source", ["argument", "file", "stdin"])
 def test_generate_reads_prompts_from_anywhere_and_writes_json_lines(
     source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

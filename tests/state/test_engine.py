@@ -3,6 +3,7 @@
 import gc
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from purestep.kernels.donating import donating
 from purestep.pure.errors import (
+    DeviceMemoryError,
     DuplicateRequestError,
     InvalidParameterError,
     InvalidRequestError,
@@ -243,6 +245,40 @@ def test_abort_gives_what_there_is_and_frees_the_blocks() -> None:
         assert own.step() == []
 
 
+def test_an_id_that_is_named_twice_is_aborted_once() -> None:
+    with engine() as own:
+        own.add_request("r", PROMPTS[0], GREEDY)
+        assert [output.req_id for output in own.abort(["r", "r"])] == ["r"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda own: own.abort(None),
+        lambda own: own.abort(5),
+        lambda own: own.abort([["r"]]),
+        lambda own: own.fork(["r"], "s"),
+        lambda own: own.fork(None, "s"),
+        lambda own: own.fork("r", ["s"]),
+        lambda own: own.fork("r", "s", sample=[0]),
+        lambda own: own.fork("r", "s", sample="0"),
+        lambda own: own.fork("r", "s", stream=1.5),
+        lambda own: own.rewind(None),
+        lambda own: own.rewind("r"),
+    ],
+)
+def test_a_move_with_what_is_of_the_wrong_kind_is_refused_and_changes_nothing(
+    call: Callable[[Engine], Any],
+) -> None:
+    with engine() as own:
+        own.add_request("r", PROMPTS[0], GREEDY)
+        own.step()
+        before = own._turns.now
+        with pytest.raises(InvalidRequestError):
+            call(own)
+        assert own._turns.now is before
+
+
 def interrupting(after: int) -> Any:
     """Kernels that raise KeyboardInterrupt in their n-th attention, as Ctrl-C does in the midst of a step."""
     calls = [0]
@@ -416,11 +452,33 @@ def test_a_given_stream_is_used_with_or_without_a_seed() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"device": "foo"}, {"device": "cuda:99"}, {"dtype": torch.int32}, {"block_size": 0}]
+    "wrong",
+    [
+        {"device": "foo"},
+        {"device": "cuda:99"},
+        {"dtype": torch.int32},
+        {"block_size": 0},
+        *({"seed": seed} for seed in (1.5, "a", None, [1], 2**63)),
+    ],
 )
 def test_an_engine_that_can_not_be_is_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(InvalidParameterError):
+    with pytest.raises(InvalidParameterError, match=str(next(iter(wrong)))):
         engine(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("positions", "error"),
+    [(2**31 - 1, DeviceMemoryError), (2**31, InvalidParameterError), (2**70, InvalidParameterError)],
+)
+def test_a_model_of_endless_positions_is_refused_by_name_unless_fewer_are_asked_for(
+    positions: int, error: type[Exception]
+) -> None:
+    """A token table of all positions would not fit, and positions are int32."""
+    model = replace(MODEL, max_position_embeddings=positions)
+    with pytest.raises(error, match="max_model_len"):
+        Engine((model, PARAMS), kv_cache_bytes=2**20)
+    with Engine((model, PARAMS), kv_cache_bytes=2**20, max_model_len=48) as own:
+        assert own.generate(PROMPTS[0], GREEDY, progress=False)[0].token_ids == tokens(PROMPTS[0])[0]
 
 
 def test_stop_strings_need_text() -> None:

@@ -1,14 +1,19 @@
 """Forks in the engine: what goes on under two ids has one history up to there, and the fork changes nothing of it."""
 
 from random import Random
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from purestep.pure.errors import DuplicateRequestError, InvalidRequestError, OutOfBlocksError, OutOfRowsError
+from purestep.pure.models.initialize import random_params, tiny_config
+from purestep.pure.models.llama import llama
 from purestep.pure.record import replace
 from purestep.pure.records.sampling_params import SamplingParams
+from purestep.state.engine import Engine
 from tests.bugs.tiny_engine import GREEDY, alone, drained, engine
 from tests.laws import digest
 from tests.profiles import examples
@@ -179,3 +184,22 @@ def test_a_beam_of_moments_and_forks_finds_the_best_continuation_of_three_tokens
         for parent in parents:
             shared = 1 + int(name[len(parent)])
             assert ids[:shared] == tokens[parent][:shared]
+
+
+@pytest.mark.parametrize("steps_ahead", [1, 2])
+def test_more_samples_than_rows_are_served_whatever_is_begun_ahead(steps_ahead: int) -> None:
+    """Rows of samples that have ended are held by steps on their way; those that wait get theirs in time."""
+    config = tiny_config(vocab_size=64, hidden_size=32, num_layers=1, max_position_embeddings=256)
+    model, params = llama(config), random_params(config, seed=1, std=0.3)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(64, (n,), generator=generator).tolist() for n in (1, 7, 33, 64, 90, 5, 16, 3, 3)]
+    wanted = SamplingParams(seed=5, top_k=20, top_p=0.9, n=2, max_tokens=20)
+    sizes: dict[str, Any] = dict(
+        kv_cache_bytes=2**22, max_model_len=128, max_num_reqs=6, max_num_batched_tokens=32
+    )
+    found = []
+    for ahead in (0, steps_ahead):
+        with Engine((model, params), steps_ahead=ahead, **sizes) as engine:
+            results = engine.generate(prompts, wanted, progress=False)
+        found.append([[output.token_ids for output in result.outputs] for result in results])
+    assert found[0] == found[1]

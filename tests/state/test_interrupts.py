@@ -1,18 +1,23 @@
 """An interrupt at any point of the engine's own code loses nothing of anybody whom it does not abort."""
 
+import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import FrameType
 from typing import Any
 
 import pytest
 
+from purestep.pure.models.initialize import random_params
 from purestep.pure.record import replace
-from purestep.state import book, calls, engine, engine_moment, transcript, turns
+from purestep.pure.records.params import Params
+from purestep.state import book, buffers, calls, engine, engine_moment, graphs, run, transcript, turns
 from purestep.state.engine import Engine
 from tests.bugs import tiny_engine
 from tests.bugs.tiny_engine import GREEDY
+from tests.state.fake_graphs import FakeGraph, FakeGraphs
 
+CAPTURES = {module.__file__ for module in (buffers, engine, graphs, run, turns)}
 FILES = {module.__file__ for module in (book, calls, engine, engine_moment, transcript, turns)}
 A, B, C = (5, 9, 2, 7), (1, 1, 3), (40, 8, 22, 17, 5)
 
@@ -20,8 +25,8 @@ A, B, C = (5, 9, 2, 7), (1, 1, 3), (40, 8, 22, 17, 5)
 class Interrupt:
     """Raises KeyboardInterrupt before the n-th line of these files that runs in its block, as Ctrl-C may do."""
 
-    def __init__(self, number: int) -> None:
-        self.number, self.num_lines = number, 0
+    def __init__(self, number: int, files: Collection[str | None] = FILES) -> None:
+        self.number, self.num_lines, self._files = number, 0, files
 
     def __enter__(self) -> "Interrupt":
         self._before = sys.gettrace()
@@ -32,7 +37,7 @@ class Interrupt:
         sys.settrace(self._before)
 
     def _called(self, frame: FrameType, event: str, argument: Any) -> Any:
-        return self._line if frame.f_code.co_filename in FILES else None
+        return self._line if frame.f_code.co_filename in self._files else None
 
     def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event == "line":
@@ -42,12 +47,12 @@ class Interrupt:
         return self._line
 
 
-def everywhere(doing: Callable[[Interrupt], None]) -> None:
+def everywhere(doing: Callable[[Interrupt], None], files: Collection[str | None] = FILES) -> None:
     """Interrupt it once at each line that it comes by."""
     number = 0
     while True:
         number += 1
-        interrupt = Interrupt(number)
+        interrupt = Interrupt(number, files)
         doing(interrupt)
         if interrupt.num_lines < number:
             assert number > 50, "this is no test of anything"
@@ -132,3 +137,44 @@ def test_moves_on_whole_states_are_made_or_not_made(unchecked_records: None) -> 
             assert own.num_free_blocks == own.limits.num_blocks[0] - 1
 
         everywhere(doing)
+
+
+class Untraced(FakeGraphs):
+    """Its captures are not interrupted, which would take long to try everywhere."""
+
+    def capture(self, function: Callable[[], Any]) -> FakeGraph:
+        trace = sys.gettrace()
+        sys.settrace(None)
+        self.captured.clear()  # an engine has its own graphs
+        try:
+            return super().capture(function)
+        finally:
+            sys.settrace(trace)
+
+
+def test_weights_are_the_old_ones_or_the_new_ones_and_graphs_are_all_there(
+    monkeypatch: pytest.MonkeyPatch, unchecked_records: None
+) -> None:
+    """Other weights, in memory of their own, interrupted anywhere: the next request has the one or the other."""
+    monkeypatch.setattr(gc, "collect", lambda: 0)  # each capture does, which takes most of the time
+    trees = [tiny_engine.PARAMS.tree, random_params(tiny_engine.CONFIG, seed=2, std=0.5).tree]
+    params, own_tokens = replace(GREEDY, max_tokens=3), []
+    for tree in trees:
+        with tiny_engine.engine(params=Params(tree)) as alone:
+            own_tokens.append(alone.generate(C, params, progress=False)[0].token_ids)
+    with tiny_engine.engine(graph_api=Untraced(), max_num_reqs=1) as own:
+        num_graphs = len(own._turns.bound.captured.keys)
+
+        def doing(interrupt: Interrupt) -> None:
+            other = trees[own.params.tree is trees[0]]
+            try:
+                with interrupt:
+                    own.update_weights(other)
+            except KeyboardInterrupt:
+                pass
+            now = own.params.tree is trees[1]
+            assert own.generate(C, params, progress=False)[0].token_ids == own_tokens[now]
+            assert len(own._turns.bound.captured.keys) == num_graphs
+            assert own.num_free_blocks == own.limits.num_blocks[0] - 1
+
+        everywhere(doing, CAPTURES)

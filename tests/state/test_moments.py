@@ -138,8 +138,9 @@ def test_a_moment_is_a_copy_of_what_is_overwritten_and_no_more() -> None:
     moment = remember(leased, batch)
     state = leased.value
 
-    assert equal(moment.ledger, state.ledger.table)
-    assert moment.ledger.data_ptr() != state.ledger.table.data_ptr()
+    (ledger,) = moment.overwritten
+    assert equal(ledger, state.ledger.table)
+    assert ledger.data_ptr() != state.ledger.table.data_ptr()
     assert moment.token_ids.tolist() == state.token_ids[:1, :6].tolist()
     assert moment.nbytes == 4 * (7 * 3 + 1 + 6)
     assert [blocks.tolist() for blocks in moment.blocks] == [list(range(1, 9))]

@@ -88,7 +88,7 @@ def test_made_up_batches_between_steps_leave_no_trace(
             results |= {output.req_id: output.token_ids for output in own.step()}
             bound, before = own._turns.bound, seen(own._turns.now.leased.value)
             for num_tokens, shape, captured in dummies[turn] if turn < len(dummies) else ():
-                keys = own._turns._dispatch_keys if captured else None
+                keys = own._turns.dispatch_keys if captured else None
                 executed = dummy_run(bound, num_tokens, keys=keys, **shape)
                 if executed is not None:
                     dummy_sampler(bound, executed)
@@ -148,7 +148,7 @@ def test_graphs_are_replayed_as_for_a_real_batch() -> None:
         (MODEL, PARAMS), graph_api=api, kv_cache_bytes=24 * PER_BLOCK, block_size=4, max_num_reqs=4,
         max_model_len=24, cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE, capture_sizes=(4,), capture_progress=False,
     ) as own:  # fmt: skip
-        bound, keys = own._turns.bound, own._turns._dispatch_keys
+        bound, keys = own._turns.bound, own._turns.dispatch_keys
         assert dummy_run(bound, 3, keys=keys, uniform_query_len=1) is None
         assert api.num_replays == 1
         executed = dummy_run(bound, 3, keys=keys, cudagraph_mode=PIECEWISE)

@@ -26,7 +26,6 @@ from purestep.pure.step import execute
 from purestep.pure.update import update_states
 from purestep.state.engine import Engine
 from purestep.state.results import Logprob, PromptLogprobs, RequestOutput
-from purestep.state.results import prompt_logprobs as as_told
 from tests.bugs.tiny_engine import CONFIG, GREEDY, MODEL, Tokens, drained
 from tests.bugs.tiny_engine import engine as engine_of
 from tests.laws import assert_pure
@@ -190,7 +189,7 @@ def test_logits_of_a_whole_prompt_are_never_there_at_once(monkeypatch: pytest.Mo
 
 @given(st.integers(0, 400))
 def test_slices_are_the_chunk_in_order(num_targets: int) -> None:
-    chunk = PromptChunk("r", 3, 7, tuple(range(num_targets)), 2, 500, True)
+    chunk = PromptChunk("r", 1, 3, 7, tuple(range(num_targets)), 2, 500, True)
     parts = assert_pure(slices, chunk)
     assert [target for part in parts for target in part.targets] == list(chunk.targets)
     assert [part.is_last for part in parts] == [False] * (len(parts) - 1) + [True]
@@ -209,9 +208,9 @@ def test_a_row_that_was_not_computed_is_told_as_none() -> None:
         np.array([[np.nan, np.nan], [-2.0, -0.5], [-0.25, -0.25]], np.float32),
         np.array([0, 4, 1], np.int32),
     )
-    assert as_told(table) == (
-        None,
-        None,
-        {7: Logprob(-2.0, 4), 3: Logprob(-0.5, 1)},
-        {3: Logprob(-0.25, 1)},
-    )
+    told = PromptLogprobs(table)
+    assert told == (None, None, {7: Logprob(-2.0, 4), 3: Logprob(-0.5, 1)}, {3: Logprob(-0.25, 1)})
+    assert told == PromptLogprobs(table) != PromptLogprobs(None) == (None,)
+    assert (told[-1], told[1:3], repr(told)) == (told[3], (told[1], told[2]), repr(tuple(told)))
+    with pytest.raises(IndexError):
+        told[4]

@@ -13,15 +13,21 @@ from hypothesis import strategies as st
 
 from purestep.kernels.donating import donating
 from purestep.pure.dispatch import dispatch_keys
-from purestep.pure.errors import InvalidParameterError, SchedulerOutputError, StaleStateError
+from purestep.pure.errors import (
+    InvalidParameterError,
+    ProcessorError,
+    SchedulerOutputError,
+    StaleStateError,
+)
 from purestep.pure.interop import stream_of
 from purestep.pure.record import replace
 from purestep.pure.records.batch import BatchLimits
 from purestep.pure.records.dispatch import CUDAGraphMode, DispatchConfig
+from purestep.pure.records.drafter import HostDrafter
 from purestep.pure.records.inputs import IntermediateTensors
+from purestep.pure.records.logits_processor import LogitsProcessor
 from purestep.pure.records.outputs import (
     EMPTY_MODEL_RUNNER_OUTPUT,
-    DraftTokenIds,
     KVConnectorOutput,
     ModelRunnerOutput,
 )
@@ -216,6 +222,39 @@ def test_masks_that_do_not_fit_are_refused_and_the_step_can_be_sampled_with_righ
     assert result.sampled_token_ids == [[7]]
 
 
+def test_a_processor_that_fails_is_named_and_the_step_runs_without_its_request() -> None:
+    def fails(logits: Any, history: Any, params: Any) -> Any:
+        raise ArithmeticError("out of luck")
+
+    own, odd = runner(), replace(GREEDY, logits_processors=[LogitsProcessor(fails)])
+    a, b = new_request("a", (5, 9, 2), ((1,),)), new_request("b", (4, 4), ((2,),), odd)
+    assert own.execute_model(scheduled(a, b, counts={"a": 3, "b": 2})) is None
+    with pytest.raises(ProcessorError, match="request 'b' can not go on after 0 outputs"):
+        own.sample_tokens()
+    assert own.execute_model(scheduled(a, counts={"a": 3})) is None
+    result: Any = own.sample_tokens()
+    assert result.sampled_token_ids == [[alone((5, 9, 2), GREEDY, "a")[0]]]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_chosen_ids_and_kept_mass_are_told_of_the_steps_own_logits(is_async: bool) -> None:
+    own = runner(async_scheduling=is_async)
+    a = new_request("a", (5, 9, 2), ((1,),), replace(GREEDY, logprob_token_ids=(3, 7)))
+    b = new_request("b", (4, 4), ((2,),), replace(KINDS[2], kept_mass=True))
+    assert own.execute_model(scheduled(a, b, counts={"a": 3, "b": 2})) is None
+    state = own.execute_model_state
+    assert state is not None and state.logits is not None
+    logits = state.logits.clone()
+    answer: Any = own.sample_tokens()
+    result = answer.get_output() if is_async else answer
+    assert result.id_logprobs[0].tolist() == logits.log_softmax(-1)[0, [3, 7]].tolist()
+    whole = (logits[1] / 0.8).log_softmax(-1)
+    kept = whole[whole >= whole.topk(6).values[-1]].logsumexp(-1)
+    (token,) = result.sampled_token_ids[1]
+    assert result.kept_mass.log_mass[1] == pytest.approx(float(kept), abs=1e-6)
+    assert result.kept_mass.drawn_logprobs[1] == pytest.approx(float(whole[token] - kept), abs=1e-6)
+
+
 @pytest.mark.parametrize("name", ["lay_out", "greedy", "advance"])
 @pytest.mark.parametrize("steps_ahead", [None, 1])
 def test_a_step_that_fails_half_way_is_sent_again(name: str, steps_ahead: int | None) -> None:
@@ -368,31 +407,44 @@ def test_who_is_called_when() -> None:
     ]
 
 
-def test_a_drafter_drafts_from_the_batch_that_knows_the_step_and_its_keys_and_values_are_saved() -> None:
-    drafts = DraftTokenIds(("a",), ((1, 2),))
-
+def test_a_drafter_is_called_once_tokens_are_known_and_its_keys_and_values_are_saved() -> None:
     def with_drafter(calls: list[str]) -> GPUModelRunner:
-        def draft(batch: Any, output: Any) -> DraftTokenIds:
+        def draft(kept: Any, histories: Any, budgets: Any) -> Any:
             calls.append("draft")
-            row = batch.row_of["a"]
-            assert batch.rows.tokens[row].tolist() == [5, 9, 2, alone((5, 9, 2), GREEDY, "a")[0]]
-            assert output.req_ids == ("a",)
-            return drafts
+            return kept, ((),)
 
-        own = runner(drafter=draft, **outsiders(calls))
-        assert own.take_draft_token_ids() is None
-        runners.append(own)
-        return own
+        return runner(drafter=HostDrafter(2, draft), **outsiders(calls))
 
-    runners: list[GPUModelRunner] = []
     assert calls_of(with_drafter) == [
         *("clear", "handle_preemptions", "begin", "forward", "collect", "|"),
         *("sampled", "take", "draft", "wait_for_save", "end", "|"),
         *("clear", "handle_preemptions", "begin", "collect", "end"),
     ]
-    assert runners[0].take_draft_token_ids() is drafts
+
+
+def test_a_drafter_is_given_what_is_known_and_what_it_kept() -> None:
+    """Histories with the step's token, of requests that got one; no more drafts than may follow, or are wanted."""
+    asked = list[tuple[Any, ...]]()
+
+    def draft(kept: int, histories: Any, budgets: Any) -> Any:
+        asked.append((kept, [own.tolist() for own in histories], budgets))
+        return kept + 1, tuple((1, 2, 3)[: len(own)] for own in histories)
+
+    own, scheduler = runner(drafter=HostDrafter(3, draft, lambda: 7)), upstream()
+    assert own.take_draft_token_ids() is None
+    scheduler.add("a", (5, 9, 2), replace(GREEDY, max_tokens=4))
+    found = []
+    for most in (3, 1):
+        output = scheduler.schedule()
+        output.num_spec_tokens_to_schedule = most
+        own.execute_model(output)
+        scheduler.update(output, own.sample_tokens())
+        found.append(own.take_draft_token_ids())
+    tokens = [5, 9, 2, *alone((5, 9, 2), GREEDY, "a")]
+    assert asked == [(7, [tokens[:4]], [2]), (8, [tokens[:5]], [1])]
+    assert [(f.req_ids, f.draft_token_ids) for f in found if f] == [(("a",), ((1, 2),)), (("a",), ((1,),))]
     with pytest.raises(InvalidParameterError, match="still on their way"):
-        runner(drafter=lambda batch, output: drafts, async_scheduling=True)
+        runner(drafter=HostDrafter(2, draft), async_scheduling=True)
 
 
 @pytest.mark.parametrize(

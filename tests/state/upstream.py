@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 
-from purestep.pure.records.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from purestep.pure.records.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunnerOutput
 from purestep.pure.records.sampling_params import SamplingParams
 from purestep.state.runner import GPUModelRunner
 
@@ -28,6 +28,7 @@ class Client:
     computed: int = 0  # scheduled, whether known or not
     on_the_way: int = 0  # outputs
     status: str = "new"  # new, running, preempted, finished
+    drafts: list[int] = attrs.field(factory=list)  # for its next step
 
     @property
     def num_tokens(self) -> int:
@@ -35,7 +36,10 @@ class Client:
 
 
 class Upstream:
-    """First come, first served, in chunks; requests are preempted as `rng` has it."""
+    """First come, first served, in chunks; requests are preempted as `rng` has it.
+
+    With `num_device_drafts` every request that says its next token is given so many places for drafts of the device.
+    """
 
     def __init__(
         self,
@@ -45,10 +49,12 @@ class Upstream:
         budget: int,
         max_model_len: int,
         rng: Random | None = None,
+        num_device_drafts: int = 0,
+        num_drafts: int = 0,
     ) -> None:
         self.free = list(range(num_blocks - 1, 0, -1))
         self.block_size, self.budget, self.max_model_len = block_size, budget, max_model_len
-        self.rng = rng
+        self.rng, self.num_device_drafts, self.num_drafts = rng, num_device_drafts, num_drafts
         self.clients: dict[str, Client] = {}
         self.finished: set[str] = set()
         self.last_scheduled: set[str] = set()
@@ -76,6 +82,8 @@ class Upstream:
         """The next step; upstream's `SchedulerOutput`."""
         counts: dict[str, int] = {}
         new, running, resumed, blocks_of = [], [], [], {}
+        drafts: dict[str, list[int]] = {}
+        preempted = set[str]()
         gone, self.finished = self.finished, set()
         for req_id in gone:
             self._free(self.clients[req_id])
@@ -83,13 +91,17 @@ class Upstream:
         for client in self.clients.values():
             if client.status == "running" and self.rng is not None and self.rng.random() < 0.1:
                 self._free(client)
-                client.status, client.computed = "preempted", 0
+                client.status, client.computed, client.drafts = "preempted", 0, []
+                preempted.add(client.req_id)
                 continue
             count = min(client.num_tokens - client.computed, budget)
             is_unknown = client.status == "preempted" and client.on_the_way > 0
             is_full = client.num_tokens >= self._limit(client)
             if client.status == "finished" or is_unknown or is_full or count < 1:
                 continue
+            own = self._drafts_for(client, count, budget)
+            drafts |= {client.req_id: own} if own else {}
+            count += len(own)
             budget -= count
             first, blocks_of[client.req_id] = client.status != "running", self._grow(client, count)
             if first:
@@ -97,10 +109,13 @@ class Upstream:
             {"new": new, "running": running, "preempted": resumed}[client.status].append(client)
             counts[client.req_id] = count
         output = self._output(new, running, resumed, counts, blocks_of, gone)
+        output.scheduled_spec_decode_tokens, output.preempted_req_ids = drafts, preempted
+        output.num_spec_tokens_to_schedule = self.num_drafts
         for client in (*new, *running, *resumed):
             client.status = "running"
             client.computed += counts[client.req_id]
-            client.on_the_way += client.computed == client.num_tokens
+            samples = client.computed == client.num_tokens + len(drafts.get(client.req_id, ()))
+            client.on_the_way += samples * (1 + len(drafts.get(client.req_id, ())))
         self.last_scheduled = set(counts)
         return output
 
@@ -110,12 +125,32 @@ class Upstream:
             client = self.clients[req_id]
             tokens = result.sampled_token_ids[result.req_id_to_index[req_id]]
             assert isinstance(tokens, list), "upstream cuts these lists"
-            for token in tokens if client.status != "finished" else ():
+            if tokens and client.status != "finished":
+                rejected = 1 + len(output.scheduled_spec_decode_tokens.get(req_id, ())) - len(tokens)
+                client.on_the_way -= rejected
+                client.computed -= rejected if client.status == "running" else 0
+            for token in tokens:
+                if client.status == "finished":
+                    break
                 client.on_the_way -= 1
                 client.outputs.append(token)
                 at_limit = len(client.prompt) + len(client.outputs) >= self._limit(client)
                 if at_limit or token in client.params.stop_token_ids:
                     self.end(client)
+
+    def take(self, drafts: DraftTokenIds | None) -> None:
+        """Drafts for the next steps."""
+        for req_id, own in zip(drafts.req_ids, drafts.draft_token_ids, strict=True) if drafts else ():
+            self.clients[req_id].drafts = list(own)
+
+    def _drafts_for(self, client: Client, count: int, budget: int) -> list[int]:
+        """Those that follow the tokens of this step, within budget and length; -1 stands for one of the device."""
+        own, client.drafts = client.drafts, []
+        if self.num_device_drafts and client.outputs + [0] * client.on_the_way:
+            own = [-1] * self.num_device_drafts
+        gets_there = client.computed + count == client.num_tokens
+        most = min(budget - count, self._limit(client) - client.num_tokens - 1) if gets_there else 0
+        return own[: max(most, 0)]
 
     def _limit(self, client: Client) -> int:
         most = client.params.max_tokens
@@ -182,7 +217,7 @@ def as_upstream(params: SamplingParams) -> Any:
     """Sampling parameters as an object of upstream's, with what it derives."""
     names = [f.name for f in attrs.fields(SamplingParams) if f.name not in ("stream", "logprobs_mode")]
     given = {name: getattr(params, name) for name in names} | {"logit_bias": dict(params.logit_bias) or None}
-    return SimpleNamespace(**given, all_stop_token_ids=set(params.stop_token_ids), structured_outputs=None)
+    return SimpleNamespace(**given, all_stop_token_ids=set(params.stop_token_ids))
 
 
 def serve(runner: GPUModelRunner, upstream: Upstream, *, steps_ahead: int = 0) -> list[ModelRunnerOutput]:
@@ -201,4 +236,6 @@ def serve(runner: GPUModelRunner, upstream: Upstream, *, steps_ahead: int = 0) -
             output, answer = begun.popleft()
             results.append(answer if isinstance(answer, ModelRunnerOutput) else answer.get_output())
             upstream.update(output, results[-1])
+            if upstream.num_drafts and not upstream.num_device_drafts:
+                upstream.take(runner.take_draft_token_ids())
     return results

@@ -67,13 +67,13 @@ def ints(*shape: int) -> Tensor:
 
 
 def call_attention(dtype: torch.dtype, dim: int, heads: int, kv_heads: int, **form: Any) -> None:
-    """Writing, decoding in one part and in several, and mixed batches; of heads, and of what a projection gave."""
+    """Writing, decoding in one part and in several, a few queries and many; of heads, and of what a projection gave."""
     from purestep.kernels.triton import cuda_donating
 
     kernels = cuda_donating()
     gain, half = meta(dim, dtype=dtype), dim // 2
 
-    for reqs, max_query_len in ((2, 1), (600, 1), (4, 7)):
+    for reqs, max_query_len in ((2, 1), (600, 1), (4, 7), (4, 65)):
         tokens = reqs * max_query_len
         qkv = meta(tokens, heads + 2 * kv_heads, dim, dtype=dtype)
         q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
@@ -115,6 +115,11 @@ def call_products(dtype: torch.dtype) -> None:
             kernels.norm_linear(kernels, x, x, gain, 1e-5, weight)
             kernels.norm_gate_up(kernels, x, x, gain, 1e-5, weight)
             kernels.logits(kernels, x, weight)
+    for tokens in (5, 12):
+        for outs in (1024, 2048, 4096):
+            x, weight = meta(tokens, 2048, dtype=dtype), meta(2 * outs, 2048, dtype=dtype)
+            kernels.linear(x, weight[:outs], x[0, :1].expand(outs).contiguous())
+            kernels.norm_gate_up(kernels, x, x, x[0], 1e-5, weight)
     for tokens in (5, 40):
         for width in (96, 2048):
             x = meta(tokens, width, dtype=dtype)
@@ -146,12 +151,35 @@ def call_the_rest() -> None:
     kernels.greedy(logits)
     kernels.draw(logits, kernels.uniforms(seeds, seeds, ints(4), purpose=0, width=128256))
     kernels.truncate(kernels.scale_by_temperature(logits, reqs), ints(4), reqs, reqs)
+    kernels.apply_grammar_bitmask(logits, ints(2, 4008), ints(4))
     kernels.penalize(logits, ints(4, 300), ints(4), ints(4), reqs, reqs, reqs)
+    kernels.logsumexp(logits)
     kernels.gather_logprobs(logits, seeds, 0)
     kernels.gather_logprobs(logits, seeds, 20)
+    targets, drafts, uniform = meta(4, 6, 128256), ints(4, 5), meta(4, 5)
+    kernels.verify_greedy(meta(4, 6, dtype=torch.int64), drafts, ints(4))
+    for probs in (None, meta(4, 5, 128256)):
+        kernels.count_accepted(targets, drafts, ints(4), probs, uniform)
+        kernels.draw_last(targets, drafts, ints(4), seeds, probs, logits)
+    layout = (ints(4), ints(5), rows[0], ints(9, 5), *rows[1:])
+    kernels.lay_out_drafts(kernels, *layout, block_sizes=(16,), num_tokens=20, max_seq_len=64)
+    several = ints(4, 6), meta(4, 6, dtype=torch.bool), flags
+    kernels.advance_drafts(kernels, ints(7, 9), ints(9, 30), ints(4), ints(4), flags, *several)
+    kernels.propose_ngram(ints(9, 5000), ints(4), ints(4), ints(4), min_n=1, max_n=4, num_drafts=5)
+
+
+def check_ahead() -> None:
+    """What is compiled ahead is compiled, whatever else fails, and not launched: there is nothing to launch it on."""
+    from purestep.kernels.triton.dense import _silu_and_mul, silu_and_mul
+    from purestep.state.compilation import compile_ahead
+
+    driver.set_active(NoDevice())
+    compile_ahead([lambda: silu_and_mul(ints(2, 8)), lambda: silu_and_mul(meta(2, 8))])
+    assert len(_silu_and_mul.device_caches[0][0]) == 1
 
 
 def main() -> None:
+    check_ahead()
     compiled = compile_instead_of_launching()
     call_attention(torch.bfloat16, 128, 32, 8)
     call_attention(torch.bfloat16, 64, 32, 8, sliding_window=64, soft_cap=30.0)

@@ -81,8 +81,11 @@ def _checks(seed: int) -> Iterator[tuple[str, Callable[[], tuple[bool, str]]]]:
     yield "writes to the bit", _writes
     yield "uniforms to the bit", _uniforms
     yield "greedy and draw", _draw
+    yield "grammar masks to the bit", _grammar
     yield "penalize", _penalize
     yield "gather_logprobs to the bit", _logprobs
+    yield "verify and draw behind drafts", _verify
+    yield "n-gram drafts to the bit", _ngram
     for sharpness in (0.1, 1.0, 5.0):
         for cut in (
             (50, 0.95, 0.0),
@@ -125,6 +128,7 @@ def _batches(seed: int) -> list[tuple[str, list[tuple[int, int]], dict[str, Any]
     return [
         ("decode of one", [(1777, 1)], {}),
         ("decode", decodes, {}),
+        ("a few queries", [(1777, 5), (0, 3), (300, 8), (33, 2), (8, 8), (9, 1)], {"soft_cap": 20.0}),
         ("decode with window and cap", decodes, {"sliding_window": 100, "soft_cap": 20.0}),
         ("mixed", chunks, {}),
         ("mixed with window and cap", chunks, {"sliding_window": 100, "soft_cap": 20.0, "block_size": 32}),
@@ -245,6 +249,22 @@ def _draw() -> tuple[bool, str]:
     ) and differ <= 1, f"{tests}; draws that float64 would make otherwise: {differ} of 65"
 
 
+def _grammar() -> tuple[bool, str]:
+    """Every row masked, and every second one: by random masks, by one that allows nothing and one that allows all."""
+    kernels, wrong = cuda_donating(), []
+    bitmask = torch.randint(-(2**31), 2**31 - 1, (65, -(-VOCAB // 32)), dtype=torch.int32, device="cuda")
+    bitmask[0], bitmask[1] = 0, -1
+    order = torch.randperm(65, device="cuda").int()
+    for every in (1, 2):
+        logits = normal(65, VOCAB, dtype=torch.float32)
+        logits[3], logits[4, 7] = torch.nan, torch.inf
+        mask_of_row = torch.where(torch.arange(65, device="cuda") % every == 0, order, -1)
+        expected = reference.apply_grammar_bitmask(logits, bitmask, mask_of_row)
+        if not same(kernels.apply_grammar_bitmask(logits, bitmask, mask_of_row), expected):
+            wrong.append(every)
+    return not wrong, f"wrong {wrong}"
+
+
 def _penalize() -> tuple[bool, str]:
     logits, history = normal(33, VOCAB, dtype=torch.float32), integers(33, 3000, high=500)
     lengths = integers(33, high=3000)
@@ -262,10 +282,42 @@ def _logprobs() -> tuple[bool, str]:
         logprobs = normal(65, VOCAB, dtype=torch.float32) * 4
         logprobs = logprobs.round() if levels else logprobs
         ids = torch.randint(VOCAB, (65,), device="cuda")
+        if (cuda_donating().logsumexp(logprobs) - logprobs.double().logsumexp(-1)).abs().max() > 1e-5:
+            wrong.append((levels, "logsumexp"))
         for n in (0, 1, 20, 1000):
             ours = cuda_donating().gather_logprobs(logprobs, ids, n)
             if not same(ours, reference.gather_logprobs(logprobs, ids, n)):
                 wrong.append((levels, n))
+    return not wrong, f"wrong {wrong}"
+
+
+def _verify() -> tuple[bool, str]:
+    """Against float64, where at most one request of 65 may fall on the other side of a rounding."""
+    kernels, reqs, k = cuda_donating(), 65, 4
+    logits = normal(reqs, k + 1, VOCAB, dtype=torch.float32) * 3
+    best, counts = logits.argmax(-1), integers(reqs, high=k + 1)
+    drafts = best[:, :-1].int()
+    best[::3, 2] += 1
+    q = (normal(reqs, k, VOCAB, dtype=torch.float32) + logits[:, :-1]).softmax(-1)
+    uniform, clocks = torch.rand(reqs, k, device="cuda"), -torch.rand(reqs, VOCAB, device="cuda").log()
+    arguments = (best, drafts, counts)
+    wrong = [] if same(kernels.verify_greedy(*arguments), reference.verify_greedy(*arguments)) else ["greedy"]
+    for probs, wide in ((None, None), (q, q.double())):
+        accepted = kernels.count_accepted(logits, drafts, counts, probs, uniform)
+        expected = reference.count_accepted(logits.double(), drafts, counts, wide, uniform)
+        last = kernels.draw_last(logits, drafts, counts, expected, probs, clocks)
+        drawn = reference.draw_last(logits.double(), drafts, counts, expected, wide, clocks.double())
+        wrong += [n for n in (int((accepted != expected).sum()), int((last != drawn).sum())) if n > 1]
+    return not wrong, f"wrong {wrong}"
+
+
+def _ngram() -> tuple[bool, str]:
+    rows, lengths = torch.randperm(70, device="cuda")[:64].int(), integers(64, high=32768)
+    given, wrong = (integers(70, 32768, high=40), rows, lengths, integers(64, high=7) - 1), []
+    for max_n in (1, 3, 8):
+        numbers = {"min_n": 1, "max_n": max_n, "num_drafts": 5}
+        ours = cuda_donating().propose_ngram(*given, **numbers)
+        wrong += [] if same(ours, reference.propose_ngram(*given, **numbers)) else [max_n]
     return not wrong, f"wrong {wrong}"
 
 
@@ -302,7 +354,9 @@ def _replay(seed: int) -> tuple[bool, str]:
         cut = kernels.truncate(kernels.scale_by_temperature(logits, half), fifty, half, half * 0.01)
         noise = -kernels.uniforms(fifty.long(), fifty.long(), fifty, purpose=0, width=VOCAB).log()
         ids, values, ranks = kernels.gather_logprobs(cut, kernels.draw(cut, noise), 5)
-        return out, normed, total, cut, ids, values, ranks
+        drafted = cut[:, None].expand(3, 3, VOCAB), ids[:, 1:3], fifty.clamp(max=2)
+        accepted = kernels.count_accepted(*drafted, None, noise[:, :2])
+        return out, normed, total, cut, ids, values, ranks, kernels.draw_last(*drafted, accepted, None, noise)
 
     work()
     torch.cuda.synchronize()

@@ -248,7 +248,7 @@ def _copied(state: Any) -> Any:
 def _logits_of(model: Any, params: Params, state: Any, kernels: Any) -> Tensor:
     with torch.no_grad():
         inputs = prepare_inputs(state, kernels=kernels)
-        metadata = build_attention_metadata(state, inputs)
+        metadata = build_attention_metadata(state, inputs, kernels=kernels)
         hidden, _ = model_forward(model, params, preprocess(inputs), state.kv, metadata, kernels=kernels)
         return compute_logits(model, params, hidden, inputs.logits_indices, kernels=kernels)
 

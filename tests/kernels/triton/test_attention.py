@@ -45,6 +45,10 @@ MIXES = st.lists(
     st.sampled_from([(0, 2), (0, 0), (1, 1), (3, 3), (40, 9), (70, 1), (70, 34)]), min_size=1, max_size=3
 )
 
+SHORTS = st.lists(
+    st.sampled_from([(0, 2), (0, 0), (1, 1), (3, 3), (40, 5), (70, 1), (130, 4)]), min_size=1, max_size=3
+)
+
 
 @pytest.fixture(autouse=True, scope="module")
 def _few_programs() -> Iterator[None]:
@@ -97,6 +101,33 @@ def test_mixed_batches(
     """Whole prompts, chunks and decodes, of lengths that tiles do not divide."""
     case = attention_case(requests, **shape, **form, dtype=dtype, device=DEVICE, seed=seed)
     check(case, dtype, max_query_len=max(2, case.static["max_query_len"]))
+
+
+@few(16)
+@given(SHORTS, SHAPE, FORM, st.sampled_from(DTYPES), st.sampled_from([None, 20]), st.integers(0, 2**31))
+def test_a_few_queries_each(
+    requests: list[Any],
+    shape: dict[str, int],
+    form: dict[str, Any],
+    dtype: torch.dtype,
+    bound: int | None,
+    seed: int,
+) -> None:
+    """As verification has them: keys are split among programs, some of which have nothing to see.
+
+    With a larger bound there may be requests with many queries among them.
+    """
+    case = attention_case(requests, **shape, **form, dtype=dtype, device=DEVICE, seed=seed)
+    check(case, dtype, max_query_len=bound or max(2, case.static["max_query_len"]), max_seq_len=200)
+
+
+def test_many_queries_among_requests_with_few() -> None:
+    """In one batch, each by its own kernel."""
+    requests = [(150, 3), (20, 20), *[(70, 2)] * 6, (0, 1), (9, 1)]
+    case = attention_case(requests, heads=2, kv_heads=1, device=DEVICE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(purestep.kernels.triton.decode, "PROGRAMS", 64)
+        check(case, torch.float32)
 
 
 def turned(case: AttentionCase, has_norm: bool, seed: int) -> tuple[Any, dict[str, Any]]:

@@ -22,7 +22,7 @@ LEFT_TO_TORCH = {
     "ban_tokens",
     "add_bias",
     "temperature_offset",
-    "apply_grammar_bitmask",
+    "exponentials",
     "gather_ids",
 }
 

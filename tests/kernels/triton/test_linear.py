@@ -36,7 +36,7 @@ OUTS = st.sampled_from([1, 5, 24, 70])
 def _few_rows() -> Iterator[None]:
     """Weights of few rows are multiplied by the kernels that are meant for many."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("MANY_ROWS", "VOCABULARY"):
+        for name in ("MANY_ROWS", "VOCABULARY", "FEWEST_ROWS"):
             patch.setattr(purestep.kernels.triton.linear, name, 1)
         yield
 
@@ -126,6 +126,24 @@ def test_rows_know_nothing_of_each_other(tokens: int, columns: int) -> None:
     assert_close(result, expected)
 
 
+@pytest.mark.parametrize("tokens", [8, 16])
+@pytest.mark.parametrize("slices", [2, 4, 8])
+def test_slices_stand_in_for_rows(tokens: int, slices: int) -> None:
+    """Columns that a tile divides and that it does not, rows that end within a program, several tiles of tokens."""
+    tile = SkinnyTile(tokens, 64, 32, 4, 2, slices)
+    for width in (64 * slices, 40 * slices):
+        x, weight = (
+            normal(9, width, dtype=torch.bfloat16, seed=0),
+            normal(42, width, dtype=torch.bfloat16, seed=1),
+        )
+        bias, order = normal(42, dtype=torch.bfloat16, seed=2), torch.tensor([4, 8, 2], device=DEVICE)
+        plain = skinny(x, weight, bias, tile=tile)
+        assert_close(plain, reference.linear(*wide(x, weight, bias)))
+        assert equal(skinny(x[order], weight, bias, tile=tile), plain[order])
+        gated = skinny(x, weight, gated=True, tile=tile)
+        assert_close(gated, reference.silu_and_mul(reference.linear(*wide(x, weight))))
+
+
 @pytest.mark.parametrize("tile", [GemvTile(1, 64, 4), GemvTile(8, 128, 4), GemvTile(4, 256, 8)])
 def test_one_row_in_tiles_of_any_shape(tile: GemvTile) -> None:
     """Columns that a tile divides and that it does not, rows that end within a tile."""
@@ -173,6 +191,12 @@ def test_which_kernel_takes_which_shape() -> None:
     assert isinstance(tile_for(1, 7, 96, torch.float32), GemvTile)
     assert isinstance(tile_for(16, 7, 96, torch.bfloat16), SkinnyTile)
     assert isinstance(tile_for(64, 7, 96, torch.float16, gated=True), SkinnyTile)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(purestep.kernels.triton.linear, "VOCABULARY", 32768)
+        patch.setattr(purestep.kernels.triton.linear, "FEWEST_ROWS", 960)
+        tile = tile_for(8, 2048, 8192, torch.bfloat16)
+        assert isinstance(tile, SkinnyTile) and (tile.tokens, tile.slices) == (8, 4)
+        assert tile_for(8, 100, 8192, torch.bfloat16) is None
     assert tile_for(16, 7, 96, torch.float32) is None
     assert tile_for(65, 7, 96, torch.bfloat16, gated=True) is None
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from purestep.kernels.reference import reference
 from tests.kernels.triton.device import DEVICE, few, quiet
 
-from purestep.kernels.triton.logprobs import MOST, gather_by, gather_logprobs  # isort: skip
+from purestep.kernels.triton.logprobs import MOST, gather_by, gather_logprobs, logsumexp  # isort: skip
 
 pytestmark = quiet
 
@@ -37,6 +37,27 @@ def test_equals_reference(row: list[float], token: int, n: int, way: tuple[int, 
     ids = torch.tensor([token, 11 - token], device=DEVICE)
     ours = gather_by(logprobs, ids, n, sub_block=way[0], capacity=way[1])
     assert_same(ours, reference.gather_logprobs(logprobs, ids, n))
+
+
+@few(10)
+@given(
+    st.lists(
+        st.floats(-90, 90, width=32) | st.sampled_from([-math.inf, math.inf, math.nan]),
+        min_size=3,
+        max_size=3,
+    ),
+    st.sampled_from([3, 4096, 4099, 9001]),
+    st.integers(0, 2**31),
+)
+def test_logsumexp_is_the_references(odd: list[float], vocab: int, seed: int) -> None:
+    """Rows of a wider table: random ones, odd values somewhere, one that is high, one of -inf alone."""
+    table = torch.randn(4, vocab + 1, generator=torch.Generator().manual_seed(seed)).mul(9).to(DEVICE)
+    logits = table[:, :vocab]
+    logits[1, :: max(vocab // 3, 1)][:3] = torch.tensor(odd, device=DEVICE)
+    logits[2] = 88.0
+    logits[3] = -math.inf
+    expected = reference.logsumexp(logits.double()).float()
+    torch.testing.assert_close(logsumexp(logits), expected, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
 def test_nan_comes_first() -> None:

@@ -8,7 +8,9 @@ from purestep.kernels.triton import cuda_donating
 from purestep.kernels.types import Kernels
 from purestep.pure.records.batch import BatchLimits
 from purestep.pure.records.sampling_params import SamplingParams
+from purestep.pure.records.state import StepState
 from tests.kernels.triton.device import DEVICE, quiet
+from tests.speculation import prefilled, verified
 from tests.tiny import GREEDY, Loop, cached_requests, new_request, scheduled, tiny_llama
 
 pytestmark = [quiet, pytest.mark.skipif(DEVICE == "cuda", reason="the loop of these tests runs on the CPU")]
@@ -50,6 +52,32 @@ def test_equals_reference() -> None:
     assert torch.equal(ours.state.token_ids[:-1], expected.state.token_ids[:-1])
     for kv, wanted in zip(ours.state.kv, expected.state.kv, strict=True):
         torch.testing.assert_close(kv[1:], wanted[1:], rtol=1e-4, atol=1e-5)
+
+
+def speculated(kernels: Kernels) -> tuple[StepState, list[list[list[int]]]]:
+    """Three steps that verify drafts, right ones and wrong ones, of requests of every kind."""
+    model, params = tiny_llama(dtype=torch.float32)
+    kinds = (GREEDY, RANDOM, PENALIZED)
+    state = prefilled(model, params, [((1, 2, 3 + i), own) for i, own in enumerate(kinds)], kernels=kernels)
+    told = []
+    for drafts in (
+        {0: [11, 11, 8], 1: [], 2: [5]},
+        {1: [2, 3], 0: [4, 4, 4]},
+        {2: [1, 1, 1], 1: [3], 0: [11]},
+    ):
+        state, output = verified(model, params, state, drafts, kernels=kernels)
+        told.append(output.sampled_token_ids.tolist())
+    return state, told
+
+
+def test_steps_with_drafts_equal_reference() -> None:
+    """The same drafts stand; tokens, ledger and cache are the reference's, and the leaves stay where they are."""
+    (ours, tokens), (expected, wanted) = speculated(cuda_donating()), speculated(reference)
+    assert tokens == wanted
+    assert torch.equal(ours.ledger.table, expected.ledger.table)
+    assert torch.equal(ours.token_ids[:-1], expected.token_ids[:-1])
+    for kv, own in zip(ours.kv, expected.kv, strict=True):
+        torch.testing.assert_close(kv[1:], own[1:], rtol=1e-4, atol=1e-5)
 
 
 def test_state_stays_where_it_lies() -> None:

@@ -4,6 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from purestep.kernels.reference import reference
 from purestep.pure.record import replace
 from purestep.pure.records.layout import Layout, LayoutBounds
 from purestep.pure.records.sampling_params import SamplingParams, normalize
@@ -63,7 +64,9 @@ def test_what_is_packed_is_what_the_device_reads(
         torch.tensor([0, 1, 2], dtype=torch.int32),
         LayoutBounds(2, 2),
     )
-    read = batch_params(replace(state, sampling=SamplingRows(floats, table), layout=layout))
+    read = batch_params(
+        replace(state, sampling=SamplingRows(floats, table), layout=layout), kernels=reference
+    )
     expected = normalize(params)
     for name in FLOATS:
         assert read[name][1].item() == torch.tensor(getattr(expected, name), dtype=torch.float32).item()

@@ -200,6 +200,17 @@ class TestFork:
         check_invariants(forked.queue)
         assert forked.kept == {} and num_free(forked.queue) == 0
 
+    def test_a_block_is_free_in_the_step_that_copies_it_if_the_other_holder_is_preempted(self) -> None:
+        """The step reads the block for the copy before another request writes it."""
+        made = driver(("a", 1), ("b", 2), num_blocks=(4,), block_sizes=(2,), enable_prefix_caching=False)
+        made.step()
+        made.fork("a", "c")
+        output = made.step()
+        assert output.preempted_req_ids == {"c"}
+        assert output.block_copies == (((1, 3),),)
+        assert output.scheduled_cached_reqs.new_block_ids == {"a": ((3,),), "b": ((1,),)}
+        made.drain()  # where each request finds its own history
+
     def test_a_fork_without_a_row_in_the_batch_comes_when_all_is_known(self) -> None:
         made = driver(("a", 5), max_tokens=6, async_scheduling=True)
         made.schedule()

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 
 from purestep.pure.errors import (
@@ -8,6 +10,7 @@ from purestep.pure.errors import (
     PromptTooLongError,
 )
 from purestep.pure.persistent import num_in, pop
+from purestep.pure.record import replace
 from purestep.pure.scheduler import abort, add, check_invariants, finish, make_queue, num_free, preempt_all
 from purestep.pure.scheduler.memory import SLACK
 from tests.laws import digest
@@ -32,6 +35,9 @@ class TestMakeQueue:
                 r"block_sizes\[1\].*got -4",
             ),
             ({"num_blocks": (9, 0), "block_sizes": (4, 4)}, OutOfBlocksError, "cache of 0 KV blocks"),
+            ({"num_blocks": 8}, InvalidParameterError, "num_blocks=8: give a tuple of whole numbers"),
+            ({"num_blocks": (8.5,)}, InvalidParameterError, r"num_blocks=\(8.5,\): give a tuple"),
+            ({"block_sizes": "4"}, InvalidParameterError, "block_sizes='4': give a tuple"),
             ({"max_num_reqs": 0}, InvalidParameterError, "max_num_reqs must be .* at least 1, got 0"),
             ({"max_num_batched_tokens": 0}, InvalidParameterError, "max_num_batched_tokens"),
             ({"max_num_batched_tokens": 2.5}, InvalidParameterError, "whole number .* got 2.5"),
@@ -58,6 +64,17 @@ class TestAdd:
             ([1, 9], {}, InvalidRequestError, "token id 9 .* vocabulary is 0 to 8"),
             ([1, -1], {}, InvalidRequestError, "token id -1 "),
             ([1], {"fork_of": "there"}, InvalidRequestError, "fork of 'there', whose prompt is another one"),
+            ([1.5], {}, InvalidRequestError, "'new' has a prompt that is no tuple of whole numbers"),
+            (["a"], {}, InvalidRequestError, "'new' has a prompt that is no tuple of whole numbers"),
+            (
+                [1],
+                {"priority": float("nan")},
+                InvalidRequestError,
+                "'new': priority=nan: it is a whole number",
+            ),
+            ([1], {"arrival": 0.5}, InvalidRequestError, "'new': arrival=0.5: it is a whole number"),
+            ([1], {"stream": None}, InvalidRequestError, "'new': stream=None: it is a whole number"),
+            ([1], {"fork_of": ["there"]}, InvalidRequestError, r"a fork of \['there'\].*ids are text"),
             ([1], {"temperature": -1.0}, InvalidParameterError, "'new': temperature"),
             (
                 [1],
@@ -83,6 +100,12 @@ class TestAdd:
         with pytest.raises(error, match=message):
             add(queue, request("new", prompt, **fields), vocab_size=9)
         assert digest(queue) == before
+
+    @pytest.mark.parametrize("wrong", [{"req_id": 3}, {"req_id": ["new"]}, {"sampling_params": None}])
+    def test_a_request_of_the_wrong_kind_is_refused(self, wrong: dict[str, Any]) -> None:
+        queue = make_queue(config())
+        with pytest.raises(InvalidRequestError, match="ids are text, and parameters SamplingParams"):
+            add(queue, replace(request("new", [1]), **wrong))
 
     def test_rules_that_leave_no_token_before_min_tokens_are_refused(self) -> None:
         """min_tokens holds the end back, and nothing else is allowed: only the request knows the model's end."""

@@ -24,6 +24,8 @@ TOKENS = st.lists(st.integers(0, VOCAB - 1), min_size=24, max_size=24)
 def configs(draw: Any) -> SchedulerConfig:
     """Small caches, so that they overflow."""
     sizes = draw(st.lists(st.sampled_from([1, 2, 4, 8]), min_size=1, max_size=2))
+    is_async, on_device = draw(st.booleans()), draw(st.booleans())
+    num_drafts = draw(st.sampled_from([0, 0, 1, 3])) if on_device or not is_async else 0
     return config(
         num_blocks=tuple(draw(st.integers(2, 20)) for _ in sizes),
         block_sizes=tuple(sizes),
@@ -33,7 +35,9 @@ def configs(draw: Any) -> SchedulerConfig:
         enable_prefix_caching=draw(st.sampled_from([True, True, False])),
         block_horizon=draw(st.sampled_from([1, 4, 16])),
         long_prefill_token_threshold=draw(st.sampled_from([None, 3])),
-        async_scheduling=draw(st.booleans()),
+        async_scheduling=is_async,
+        num_spec_tokens=num_drafts,
+        drafts_on_device=on_device,
     )
 
 

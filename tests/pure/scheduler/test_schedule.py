@@ -5,6 +5,7 @@ from purestep.pure.record import replace
 from purestep.pure.records.outputs import StepOutput
 from purestep.pure.records.queue import Queue
 from purestep.pure.scheduler import add, make_queue, num_free, schedule, update
+from purestep.pure.scheduler.rows import rows_of
 from tests.laws import assert_pure, digest
 from tests.pure.scheduler.toy import Driver, config, counts, driver, request
 from tests.pure.scheduler.toy_device import next_token
@@ -283,7 +284,8 @@ def output_of(queue: Queue, token: int = 1) -> StepOutput:
     step = queue.in_flight[0]
     ids = np.where(step.samples, token, -1).astype(np.int32)[:, None]
     none = np.zeros(len(ids), np.bool_)
-    return StepOutput(ids, step.num_computed, ~none, none)  # type: ignore[arg-type]
+    rows = rows_of(queue.running, step.ticket)
+    return StepOutput(ids, queue.running.counts.num_settled[rows] + step.num_scheduled, ~none, none)  # type: ignore[arg-type]
 
 
 def test_every_step_is_a_pure_function() -> None:

@@ -180,12 +180,12 @@ class TestContradictions:
         assert digest(queue) == before
         assert update(queue, req_ids, right)[1] == ()
 
-    def test_several_tokens_a_request_are_refused(self) -> None:
-        """They would be dropped without a word."""
+    def test_more_tokens_than_the_step_can_keep_are_refused(self) -> None:
+        """One, where no drafts were scheduled."""
         queue, req_ids = self.scheduled()
         wide = replace(step_output([1, -1], [3, 2]), sampled_token_ids=np.array([[1, 4], [-1, -1]], np.int32))
 
-        with pytest.raises(SchedulerOutputError, match="one column of tokens"):
+        with pytest.raises(SchedulerOutputError, match=r"0 of them drafts.* has \[1, 4\]"):
             update(queue, req_ids, wide)
 
     def test_padding_behind_the_batch_is_ignored(self) -> None:

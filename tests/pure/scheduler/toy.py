@@ -7,7 +7,7 @@ import attrs
 
 from purestep.pure.errors import OutOfBlocksError, OutOfRowsError
 from purestep.pure.record import replace
-from purestep.pure.records.outputs import StepOutput
+from purestep.pure.records.outputs import DraftTokenIds, StepOutput
 from purestep.pure.records.queue import Finished, Queue, Request, SchedulerConfig
 from purestep.pure.records.sampling_params import SamplingParams
 from purestep.pure.records.scheduler_output import SchedulerOutput
@@ -22,9 +22,10 @@ from purestep.pure.scheduler import (
     make_queue,
     schedule,
     set_version,
+    take_drafts,
     update,
 )
-from tests.pure.scheduler.toy_device import Device, foretold
+from tests.pure.scheduler.toy_device import Device, foretold, guesses
 
 
 def config(**changes: object) -> SchedulerConfig:
@@ -84,6 +85,9 @@ class Driver:
 
     def fork(self, parent: str, req_id: str) -> None:
         """Refused only for want of rows or blocks, and then nothing has changed."""
+        self._await_drafts()
+        if parent not in self.requests:
+            return
         self.num_added += 1
         try:
             forked = fork(self.queue, parent, req_id, arrival=self.num_added, stream=self.num_added)
@@ -100,7 +104,13 @@ class Driver:
             self.device.fork(parent, own, goes_on=forked.goes_on)
         check_invariants(self.queue)
 
+    def _await_drafts(self) -> None:
+        """Blocks are shared once it is known what drafts on their way have become."""
+        while self.config.num_spec_tokens and self.on_the_way:
+            self.settle()
+
     def remember(self) -> None:
+        self._await_drafts()
         name = 1 + max((moment.name for moment in self.moments), default=0)
         shareable = hold(self.queue, name)
         self.queue = shareable.queue
@@ -154,12 +164,23 @@ class Driver:
         req_ids, result = self.on_the_way.pop(0)
         self.queue, finished = update(self.queue, req_ids, result)
         check_invariants(self.queue)
+        self._draft()
         for done in finished:
             new = self.requests.pop(done.req_id)
             nan_at = self.device.nan_at.get(new.req_id)
             told = foretold(new, self.config, nan_at, self.given.pop(new.req_id))
             assert (done.token_ids, done.reason, done.stop_reason) == told
             self.finished[done.req_id] = done
+
+    def _draft(self) -> None:
+        """The scheduler is told of guesses, if it is to be; also for requests that have ended."""
+        config = self.config
+        if not config.num_spec_tokens or config.drafts_on_device:
+            return
+        tokens = {req_id: tuple(self.device.tokens[req_id]) for req_id in self.outputs[-1].req_ids}
+        drafts = [guesses(req_id, own, config.num_spec_tokens) for req_id, own in tokens.items()]
+        self.queue = take_drafts(self.queue, DraftTokenIds(tuple(tokens), tuple(drafts)))
+        check_invariants(self.queue)
 
     def step(self) -> SchedulerOutput:
         output = self.schedule()

@@ -26,6 +26,18 @@ def next_token(req_id: str, history: Iterable[int]) -> int:
     return zlib.crc32(repr((req_id, tuple(history))).encode()) % VOCAB
 
 
+def guesses(req_id: str, history: Iterable[int], most: int) -> tuple[int, ...]:
+    """Up to so many drafts, by no rule: most are right, and some are wrong from some place on."""
+    known = list(history)
+    dice = zlib.crc32(repr(("dice", req_id, tuple(known))).encode())
+    drafts = []
+    for place in range(min(dice % (most + 2), most)):
+        right = next_token(req_id, known)
+        drafts.append(right if dice >> place & 6 else (right + 1) % VOCAB)
+        known.append(drafts[-1])
+    return tuple(drafts)
+
+
 def foretold(
     request: Request, config: SchedulerConfig, nan_at: int | None = None, given: tuple[int, ...] = ()
 ) -> tuple[tuple[int, ...], str, int | None]:
@@ -63,10 +75,21 @@ class Device:
         self.frozen: set[str] = set()
         self.num_computed: dict[str, int] = {}
         self.batch: set[str] = set()
+        self.drafts: dict[str, tuple[int, ...]] = {}  # what it has guessed itself, for the next step
 
     def remembered(self) -> dict[str, Any]:
         """All that it knows but the cells of its cache, and the parameters."""
-        names = ("tables", "tokens", "requests", "ends", "frozen", "num_computed", "batch", "nan_at")
+        names = (
+            "tables",
+            "tokens",
+            "requests",
+            "ends",
+            "frozen",
+            "num_computed",
+            "batch",
+            "nan_at",
+            "drafts",
+        )
         return {name: deepcopy(getattr(self, name)) for name in names}
 
     def go_back(self, remembered: dict[str, Any]) -> None:
@@ -93,7 +116,7 @@ class Device:
         self.batch |= {req_id} if goes_on else set()
 
     def _drop(self, req_id: str) -> None:
-        for known in (self.tables, self.tokens, self.requests, self.num_computed, self.ends):
+        for known in (self.tables, self.tokens, self.requests, self.num_computed, self.ends, self.drafts):
             known.pop(req_id, None)  # type: ignore[attr-defined]
         self.batch.discard(req_id)
         self.frozen.discard(req_id)
@@ -111,13 +134,30 @@ class Device:
         self._take_cached(output)
         self._copy(output)
         self._check_writers(output, held)
+        self.drafts = {req_id: own for req_id, own in self.drafts.items() if req_id in self.batch}
         self.batch = set(output.req_ids)
-        rows = [self._run_row(r, n) for r, n in output.num_scheduled_tokens_by_id.items()]
+        given = output.scheduled_spec_decode_tokens
+        assert all(given.values()) and (not given or output.num_device_drafts is None)
+        column = output.num_device_drafts
+        counts = {} if column is None else dict(zip(output.req_ids, column.tolist(), strict=True))
+        assert self.config.drafts_on_device or not counts
+        rows = []
+        for req_id, n in output.num_scheduled_tokens_by_id.items():
+            num_drafts = len(given.get(req_id, ())) or int(counts.get(req_id, 0))
+            assert num_drafts <= self.config.num_spec_tokens
+            drafts = given.get(req_id) or self.drafts.get(req_id, ())[:num_drafts]
+            rows.append(self._run_row(req_id, n, num_drafts, drafts))
         tokens, computed, nans = zip(*rows, strict=True) if rows else ((), (), ())
+        if self.config.drafts_on_device:
+            sampled = [req_id for req_id, own in zip(output.req_ids, tokens, strict=True) if own]
+            most = self.config.num_spec_tokens
+            self.drafts |= {req_id: guesses(req_id, self.tokens[req_id], most) for req_id in sampled}
+        width = 1 + (self.config.num_spec_tokens if given or counts else 0)
+        kept = [[*own, *[-1] * (width - len(own))] for own in tokens]
         return StepOutput(
-            np.array(tokens, np.int32).reshape(-1, 1),  # type: ignore[arg-type]
+            np.array(kept, np.int32).reshape(-1, width),
             np.array(computed, np.int32),  # type: ignore[arg-type]
-            np.array([token >= 0 for token in tokens], np.bool_),  # type: ignore[arg-type]
+            np.array([bool(own) for own in tokens], np.bool_),  # type: ignore[arg-type]
             np.array(nans, np.bool_),  # type: ignore[arg-type]
         )
 
@@ -147,20 +187,22 @@ class Device:
             tokens = self.tokens[req_id]
             if req_id in self.frozen:
                 continue
-            assert len(tokens) == self.requests[req_id][0] + num_outputs, (
+            known = self.requests[req_id][0] + num_outputs
+            on_their_way = self.config.num_spec_tokens * (2 if self.config.async_scheduling else 0)
+            assert len(tokens) <= known <= len(tokens) + on_their_way, (
                 f"{req_id} has {tokens}, not {num_outputs}"
             )
             if req_id not in self.batch or req_id in cached.resumed_req_ids:
                 assert cached.all_token_ids[req_id] == tuple(tokens)
             if req_id in cached.resumed_req_ids:
                 self.tables[req_id] = [list(ids) for ids in cached.new_block_ids[req_id]]
+                self.num_computed[req_id] = computed
             else:
-                assert computed == self.num_computed[req_id]
+                assert computed - self.num_computed[req_id] == known - len(tokens)
                 for table, ids in zip(
                     self.tables[req_id], cached.new_block_ids.get(req_id, ()), strict=False
                 ):
                     table.extend(ids)
-            self.num_computed[req_id] = computed
 
     def _copy(self, output: SchedulerOutput) -> None:
         taken = []
@@ -189,14 +231,28 @@ class Device:
                 written.update(blocks)
             assert 0 not in written
 
-    def _run_row(self, req_id: str, num_tokens: int) -> tuple[int, int, bool]:
-        tokens, start = self.tokens[req_id], self.num_computed[req_id]
-        num_prompt, salt = self.requests[req_id]
+    def _run_row(
+        self, req_id: str, num_tokens: int, num_drafts: int, drafts: tuple[int, ...]
+    ) -> tuple[list[int], int, bool]:
+        """Kept tokens, computed ones, whether it met NaN. It may have fewer drafts than were scheduled."""
+        known, start = self.tokens[req_id], self.num_computed[req_id]
         if req_id in self.frozen:
-            return -1, start, False
-        end = start + num_tokens
-        assert end <= len(tokens) < self.config.max_model_len
+            return [], start, False
+        end = start + num_tokens - num_drafts
+        assert end <= len(known) and (end == len(known) or not num_drafts)
+        assert end + num_drafts < self.config.max_model_len
+        self._write(req_id, [*known, *drafts], start, end + len(drafts))
         self.num_computed[req_id] = end
+        if end < len(known):
+            return [], end, False
+        kept, has_nan = self._say(req_id, known, drafts)
+        self.tokens[req_id] = [*known, *kept]
+        self.num_computed[req_id] = len(known) + len(kept) - 1 + has_nan
+        return kept, self.num_computed[req_id], has_nan
+
+    def _write(self, req_id: str, tokens: list[int], start: int, end: int) -> None:
+        """The cells of these positions, and a look at all that they see."""
+        salt = self.requests[req_id][1]
         for group, size in enumerate(self.config.block_sizes):
             table = self.tables[req_id][group]
             for position in range(start, end):
@@ -208,12 +264,19 @@ class Device:
             )
             assert {cell[2] for cell in read} <= self.good_versions, "KV of another version"
             assert {cell[3] for cell in read} == {salt}, "KV of another salt or adapter"
-        if end < len(tokens):
-            return -1, end, False
-        if self.nan_at.get(req_id) == len(tokens) - num_prompt:
-            self.frozen.add(req_id)
-            return -1, end, True
-        tokens.append(next_token(req_id, tokens))
-        if len(tokens) == num_prompt + self.ends[req_id] and self.freezes:
-            self.frozen.add(req_id)
-        return tokens[-1], end, False
+
+    def _say(self, req_id: str, known: list[int], drafts: tuple[int, ...]) -> tuple[list[int], bool]:
+        """The tokens behind the known ones, as long as the drafts are right; and whether NaN came instead of one."""
+        num_prompt, said = self.requests[req_id][0], list[int]()
+        for draft in (*drafts, None):
+            num_outputs = len(known) - num_prompt + len(said)
+            if self.nan_at.get(req_id) == num_outputs:
+                self.frozen.add(req_id)
+                return said, True
+            said.append(next_token(req_id, [*known, *said]))
+            if num_outputs + 1 == self.ends[req_id] and self.freezes:
+                self.frozen.add(req_id)
+                break
+            if said[-1] != draft:
+                break
+        return said, False

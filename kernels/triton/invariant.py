@@ -1,0 +1,88 @@
+"""Attention of the batch-invariant set: one tile for every batch, heads turned by one kernel."""
+
+import torch
+from torch import Tensor
+
+from purestep.kernels.triton.mixed import mixed
+from purestep.kernels.triton.rotation import Rotation, check_rotation, turn_and_write
+from purestep.kernels.triton.shared import check_floats, check_rows
+from purestep.kernels.triton.softmax import Tile, is_wide, score_form
+from purestep.kernels.triton.writes import write_kv
+from purestep.kernels.types import Kernels
+
+
+def tile_for(dtype: torch.dtype, head_dim: int, group: int) -> Tile:
+    """The one tile of a head size, for decoding and for prefill."""
+    if is_wide(dtype):
+        return Tile(max(16, group), 16, num_warps=4, num_stages=2)
+    return Tile(max(64, group), 64 if head_dim <= 128 else 32, num_warps=4, num_stages=3)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    *,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Write this step's keys and values into `kv`, then attend; arguments as in `Attend`."""
+    check_rows("attend", q=q, k=k, v=v, kv=kv)
+    write_kv(kv, k, v, slot_mapping)
+    return _attend(q, kv, query_start_loc, seq_lens, block_table, scale, sliding_window, soft_cap)
+
+
+def attend_qkv(
+    kernels: Kernels,
+    qkv: Tensor,
+    kv: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    *,
+    cos: Tensor,
+    sin: Tensor,
+    q_gain: Tensor | None = None,
+    k_gain: Tensor | None = None,
+    eps: float = 0.0,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`attend` with the heads of qkv, normed and turned on their way into the cache."""
+    num_kv_heads, dim = kv.shape[3:]
+    heads = torch.unflatten(qkv, -1, (-1, dim))
+    q, k, v = torch.split(heads, [heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
+    rotation = Rotation(cos.contiguous(), sin.contiguous(), q_gain, k_gain, eps)
+    check_rotation("attend_qkv", q, rotation)
+    q = turn_and_write(q, k, v, kv, slot_mapping, rotation)
+    return _attend(q, kv, query_start_loc, seq_lens, block_table, scale, sliding_window, soft_cap)
+
+
+def _attend(
+    q: Tensor,
+    kv: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+) -> tuple[Tensor, Tensor]:
+    check_floats("attend", q, kv)
+    if q.shape[0] == 0 or seq_lens.shape[0] == 0:
+        return q.new_zeros(q.shape), kv
+    tile = tile_for(q.dtype, q.shape[2], q.shape[1] // kv.shape[3])
+    form = score_form(scale, soft_cap, sliding_window)
+    return mixed(q, kv, query_start_loc, seq_lens, block_table, form=form, tile=tile, fuses=False), kv

@@ -1,0 +1,109 @@
+"""`propose`: the guesses that the next step will verify."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from purestep.kernels.types import Kernels
+from purestep.pure.errors import DrafterError
+from purestep.pure.record import replace
+from purestep.pure.records.drafter import Drafter, Drafts, Histories, HostDrafter
+from purestep.pure.records.outputs import StepOutput
+from purestep.pure.records.params import Params
+from purestep.pure.records.state import ExecuteModelState, Ledger, StepState
+
+
+def propose(
+    drafter: Drafter | None,
+    params: Params,
+    executed: ExecuteModelState,
+    state: StepState,
+    output: StepOutput,
+    *,
+    kernels: Kernels,
+) -> tuple[StepState, StepOutput]:
+    """The state with drafts for the next step, and the output that tells them; without a drafter, both as they are.
+
+    Requests that kept a token get drafts, fewer than they may still say: the token behind the drafts is theirs too. So
+    no draft lies at or past a row's length limit or the end of its tape. Those whose history is not fully computed
+    get none; rows that ran idle keep what they have.
+
+    Raises:
+        DrafterError: a drafter that the state was not made for.
+    Source: vllm/v1/worker/gpu_model_runner.py propose_draft_token_ids.
+    """
+    if drafter is None:
+        return state, output
+    _check(drafter, state)
+    table, before, rows = state.ledger.table, state.ledger.drafts, state.layout.row_of_index
+    assert before is not None
+    proposal = drafter.propose(params, executed, state, output, kernels=kernels)
+    drafts = _within_budget(proposal.drafts, draft_budget(state), output.sampled_token_ids[:, 0] >= 0)
+    idle, nobody = executed.inputs.seq_lens == 0, state.token_ids.shape[0] - 1
+    written = torch.where(idle[:, None], before.index_select(0, rows), drafts)
+    probs = state.draft_probs
+    if proposal.probs is not None and probs is not None:
+        probs = kernels.write(probs, (torch.where(idle, nobody, rows),), proposal.probs.to(probs.dtype))
+    state = replace(
+        state,
+        ledger=Ledger(table, kernels.write(before, (rows,), written)),
+        kv=state.kv if proposal.kv is None else proposal.kv,
+        draft_probs=probs,
+        drafter=state.drafter if proposal.kept is None else proposal.kept,
+    )
+    return state, replace(output, draft_token_ids=drafts)
+
+
+def draft_budget(state: StepState) -> Int[Tensor, " reqs"]:
+    """The most drafts that each request of the batch may have: one token fewer than it may still say."""
+    rows = state.layout.row_of_index
+    limit = state.ledger.length_limit.index_select(0, rows).clamp(max=state.token_ids.shape[1])
+    return limit - state.ledger.num_known_tokens.index_select(0, rows) - 1
+
+
+def host_drafts(
+    drafter: HostDrafter, kept: Any, histories: Histories, limits: Sequence[int]
+) -> tuple[Any, Drafts]:
+    """What a drafter on the host keeps now, and its drafts for requests with these known tokens and length limits.
+
+    A limit is the number of known tokens at which the request stops.
+    """
+    budgets = [
+        max(min(drafter.num_drafts, limit - len(history) - 1), 0)
+        for history, limit in zip(histories, limits, strict=True)
+    ]
+    kept, drafts = drafter.propose(kept, histories, budgets)
+    return kept, tuple(tuple(own[:budget]) for own, budget in zip(drafts, budgets, strict=True))
+
+
+def equip(state: StepState, drafter: Drafter, *, vocab_size: int) -> StepState:
+    """The state with what a drafter needs beside the ledger's drafts: their probabilities, and what it keeps."""
+    rows, device = state.token_ids.shape[0], state.token_ids.device
+    probs = torch.zeros(rows, drafter.num_drafts, vocab_size, device=device) if drafter.draws else None
+    return replace(state, draft_probs=probs, drafter=drafter.init(num_rows=rows, device=device))
+
+
+def _check(drafter: Drafter, state: StepState) -> None:
+    places = 0 if state.ledger.drafts is None else state.ledger.drafts.shape[1]
+    if places != drafter.num_drafts:
+        raise DrafterError(
+            f"the drafter proposes {drafter.num_drafts} tokens a request, and the state has places for {places}: make "
+            f"it with BatchLimits(num_drafts={drafter.num_drafts})"
+        )
+    if drafter.draws and state.draft_probs is None:
+        raise DrafterError(
+            "the drafter draws its tokens, and the state has no place for what they were drawn from: make it with "
+            "equip(state, drafter, vocab_size=...)"
+        )
+
+
+def _within_budget(
+    drafts: Int[Tensor, "reqs drafts"], budget: Int[Tensor, " reqs"], kept: Tensor
+) -> Int[Tensor, "reqs drafts"]:
+    """The drafts up to the first that is none or too many, -1 behind them."""
+    place = torch.arange(drafts.shape[1], device=drafts.device)
+    stands = (drafts >= 0) & (place < budget[:, None]) & kept[:, None]
+    return torch.where(stands.to(torch.int32).cumprod(-1) > 0, drafts, -1).to(torch.int32)

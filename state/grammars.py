@@ -1,0 +1,156 @@
+"""`Grammars`: structured output by xgrammar, the masks of the coming tokens.
+
+Where a sample is in its grammar is a fold over its accepted outputs, and nothing else: the matcher that folds is moved
+to whatever history it is asked about, back or forth. So chunks, preemption, forks and rewinding need no code.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import numpy as np
+from jaxtyping import Int32
+from numpy.typing import NDArray
+
+from purestep.pure.errors import GrammarError
+from purestep.pure.records.structured_outputs import StructuredOutputsParams
+from purestep.state.loading.loaded import LoadedModel
+from purestep.state.loading.tokenizer import Tokenizer
+
+CACHE_BYTES = 512 * 2**20  # of compiled grammars
+ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n", "\r": r"\r", "\0": r'" "\0" "'})
+NOTHING = np.zeros(0, np.int32)
+
+
+@attrs.frozen
+class Matching:
+    """A matcher, and the outputs that it has accepted."""
+
+    params: StructuredOutputsParams
+    matcher: Any
+    accepted: NDArray[np.int32]
+
+
+class Grammars:
+    """Grammars over a model's tokenizer, whose texts its end-of-sequence ids alone can end."""
+
+    def __init__(self, loaded: LoadedModel, *, vocab_size: int) -> None:
+        self._tokenizer = loaded.tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = loaded.eos_token_ids
+        self._compiler: Any = None  # xgrammar's, once somebody needs it
+        self._matchers: dict[int, Matching] = {}  # by sample
+
+    def compile(self, params: StructuredOutputsParams) -> Any:
+        """The compiled grammar; the same ones again cost microseconds.
+
+        Raises:
+            GrammarError: one that can not be compiled, a model that none can be compiled for, or no xgrammar.
+        """
+        if self._compiler is None:
+            self._compiler = self._new_compiler()
+        name, value = params.form
+        compilers = {
+            "json": self._compiler.compile_json_schema,
+            "regex": self._compiler.compile_regex,
+            "choice": lambda texts: self._compiler.compile_grammar(one_of(texts)),
+            "grammar": self._compiler.compile_grammar,
+        }
+        try:
+            return compilers[name](value)
+        except Exception as error:  # xgrammar raises RuntimeError and kinds of its own
+            reason = re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", str(error)).strip()
+            raise GrammarError(
+                f"structured_outputs: {name}={value!r} can not be compiled: {reason}"
+            ) from None
+
+    def mask(
+        self,
+        sample: int,
+        params: StructuredOutputsParams,
+        outputs: Int32[np.ndarray, " outputs"],
+        into: Int32[np.ndarray, " words"],
+    ) -> bool:
+        """Set the bits of the tokens that the grammar allows behind these outputs; False: it is finished, and all are.
+
+        `sample` is a number that nobody else has now.
+
+        Raises:
+            GrammarError: outputs that the grammar does not allow.
+        """
+        known = self._matchers.pop(sample, None)  # it comes back when it is in order
+        if known is None or known.params != params:  # a rewind gives numbers anew
+            from xgrammar import GrammarMatcher
+
+            known = Matching(params, GrammarMatcher(self.compile(params)), NOTHING)
+        matcher, place = known.matcher, common_length(known.accepted, outputs)
+        if place < len(known.accepted):
+            matcher.rollback(len(known.accepted) - place)
+        while place < len(outputs) and not matcher.is_terminated():
+            if not matcher.accept_token(int(outputs[place])):
+                raise GrammarError(
+                    f"structured_outputs: output {place} is token {outputs[place]}, which the grammar does not allow "
+                    f"behind the {place} tokens before it"
+                )
+            place += 1
+        is_open = not matcher.is_terminated()
+        if is_open:
+            matcher.fill_next_token_bitmask(into[None])
+        self._matchers[sample] = Matching(params, matcher, outputs[:place])
+        return is_open
+
+    def forget(self, *, but: Callable[[int], bool]) -> None:
+        """Drop the matchers of all other samples; one that is asked for again begins anew."""
+        for sample in [sample for sample in self._matchers if not but(sample)]:
+            del self._matchers[sample]
+
+    def _new_compiler(self) -> Any:
+        if not self._eos_token_ids:
+            raise GrammarError(
+                "structured_outputs: this model names no end-of-sequence id, and only that can end a grammar's text: "
+                "give a model that does"
+            )
+        tokenizer = self._tokenizer
+        if not isinstance(tokenizer, Tokenizer):
+            raise GrammarError(
+                f"structured_outputs: the tokenizer is {tokenizer!r}, and a grammar needs the texts of all "
+                "tokens: give a model with a tokenizer of the tokenizers package"
+            )
+        try:
+            import xgrammar
+            from transformers import PreTrainedTokenizerFast
+        except ImportError as error:
+            raise GrammarError(
+                f"structured_outputs: the package {error.name} is not installed: pip install 'purestep[grammar]'"
+            ) from error
+        stops = list(self._eos_token_ids)
+        kind = xgrammar.TokenizerInfo.from_huggingface(
+            PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend),  # type: ignore[no-untyped-call]
+            vocab_size=self._vocab_size,
+            stop_token_ids=stops,
+        )
+        tokens = [""] * self._vocab_size  # what has no text, as special tokens do, is in no grammar's text
+        for token, token_id in tokenizer.backend.get_vocab(with_added_tokens=True).items():
+            if token_id < self._vocab_size and token_id not in tokenizer.special_ids:
+                tokens[token_id] = token
+        info = xgrammar.TokenizerInfo(
+            tokens,
+            kind.vocab_type,
+            vocab_size=self._vocab_size,
+            stop_token_ids=stops,
+            add_prefix_space=kind.add_prefix_space,
+        )
+        return xgrammar.GrammarCompiler(info, cache_limit_bytes=CACHE_BYTES)
+
+
+def one_of(texts: tuple[str, ...]) -> str:
+    """A grammar of just these texts."""
+    return "root ::= " + " | ".join(f'"{text.translate(ESCAPES)}"' for text in texts)
+
+
+def common_length(first: NDArray[np.int32], second: NDArray[np.int32]) -> int:
+    """How many entries two columns have in common from the front."""
+    length = min(len(first), len(second))
+    differs = np.flatnonzero(first[:length] != second[:length])
+    return int(differs[0]) if len(differs) else length

@@ -1,0 +1,388 @@
+"""Structured output: every text is one that its grammar allows, whatever runs beside it and however it is scheduled."""
+
+import json
+import re
+import sys
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from purestep.pure.drafters.ngram import ngram
+from purestep.pure.errors import GrammarError, InvalidParameterError, NoTokenError
+from purestep.pure.models.initialize import random_params
+from purestep.pure.record import replace
+from purestep.pure.records.logits_processor import LogitsProcessor
+from purestep.pure.records.sampling_params import SamplingParams
+from purestep.pure.records.structured_outputs import StructuredOutputsParams
+from purestep.state.engine import Engine
+from purestep.state.grammars import Grammars, common_length, one_of
+from purestep.state.loading.loaded import LoadedModel
+from purestep.state.results import RequestOutput
+from tests.bugs.tiny_engine import CONFIG, MODEL, Tokens, drained
+from tests.grammars import EOS, MARK, TEXTS, needs_xgrammar, small_tokenizer
+from tests.profiles import examples
+from tests.smollm2 import needs_smollm2
+from tests.state.fake_graphs import FakeGraphs
+
+VOCAB = MODEL.vocab_size
+TOKENIZER = small_tokenizer()
+LOADED = LoadedModel(
+    "tiny", MODEL, random_params(CONFIG, seed=1, std=0.5), tokenizer=TOKENIZER, eos_token_ids=(EOS,)
+)
+SCHEMA = {
+    "type": "object",
+    "properties": {"ab": {"type": "integer"}, "no": {"type": "boolean"}},
+    "required": ["ab"],
+    "additionalProperties": False,
+}
+REGEX = r"(ab|cab)+[0-9]{2,4}"
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+DRAWN = SamplingParams(seed=3, max_tokens=14, logprobs=1)
+FORMS: dict[str, Any] = {
+    "json": {"json": SCHEMA},
+    "regex": {"regex": REGEX},
+    "choice": {"choice": ["null:null,", 'ab":c12', "ééé.", "no\n\nno\n"]},
+    "grammar": {"grammar": 'root ::= "{" root "}" | "{{ef}}"'},
+}
+PLAIN = replace(GREEDY, max_tokens=6)
+PROMPT: Tokens = (5, 9, 2, 7, 30)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _xgrammar() -> None:
+    needs_xgrammar()
+
+
+def engine(**changes: Any) -> Engine:
+    sizes = {"kv_cache_bytes": 40 * 1024, "block_size": 4, "max_model_len": 48, "max_num_reqs": 8}
+    return Engine(LOADED, **(sizes | changes))
+
+
+def shaped(form: str, params: SamplingParams = GREEDY) -> SamplingParams:
+    return replace(params, structured_outputs=FORMS[form])
+
+
+def is_allowed(form: str, text: str) -> bool:
+    """Whether a whole text is one of the form's, by other means than xgrammar."""
+    if form == "json":
+        value = json.loads(text)
+        types = {"ab": int, "no": bool}
+        return "ab" in value and all(type(own) is types[name] for name, own in value.items())
+    if form == "regex":
+        return re.fullmatch(REGEX, text) is not None
+    if form == "choice":
+        return text in FORMS["choice"]["choice"]
+    return re.fullmatch(r"(\{*)ef(\}*)", text) is not None and text.count("{") == text.count("}")
+
+
+@cache
+def alone(prompt: Tokens, params: SamplingParams) -> RequestOutput:
+    with engine() as own:
+        own.add_request("r", prompt, params, stream=0)
+        return drained(own)["r"]
+
+
+ASKED = st.tuples(
+    st.lists(st.integers(2, VOCAB - 1), min_size=1, max_size=9).map(tuple),
+    st.sampled_from([*FORMS, None]),
+    st.sampled_from([GREEDY, DRAWN]),
+)
+
+
+@examples(0.3)
+@given(
+    st.lists(ASKED, min_size=1, max_size=4),
+    st.sampled_from([3, 8, 64]),
+    st.sampled_from([9, 40]),
+    st.integers(0, 1),
+)
+def test_every_request_gets_what_it_gets_alone_and_what_its_grammar_allows(
+    unchecked_records: None,
+    asked: list[tuple[Tokens, str | None, SamplingParams]],
+    budget: int,
+    num_blocks: int,
+    steps_ahead: int,
+) -> None:
+    """Beside others and none, in chunks, thrown out of a small cache, a step ahead: tokens, log-probabilities, text."""
+    params = [own if form is None else shaped(form, own) for _, form, own in asked]
+    sizes = {"max_num_batched_tokens": budget, "kv_cache_bytes": num_blocks * 1024}
+    with engine(**sizes, steps_ahead=steps_ahead) as own:
+        for i, ((prompt, _, _), wanted) in enumerate(zip(asked, params, strict=True)):
+            own.add_request(str(i), prompt, wanted, stream=0)
+        found = drained(own)
+    for i, ((prompt, form, _), wanted) in enumerate(zip(asked, params, strict=True)):
+        result, expected = found[str(i)], alone(prompt, wanted)
+        assert (result.token_ids, result.text, result.finish_reason) == (
+            expected.token_ids, expected.text, expected.finish_reason,
+        )  # fmt: skip
+        if result.logprobs is not None and expected.logprobs is not None:
+            np.testing.assert_allclose(result.logprobs.logprobs, expected.logprobs.logprobs, atol=1e-4)
+        if form is not None and result.finish_reason == "stop":
+            assert is_allowed(form, result.text)
+        if form in ("choice", "json"):
+            assert result.finish_reason in ("stop", "length") and result.outputs[0].error is None
+
+
+@given(
+    st.sampled_from(list(FORMS)),
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 8), st.integers(0, 2**30)), max_size=12),
+)
+def test_a_mask_is_a_fold_over_the_outputs(form: str, asked: list[tuple[int, int, int]]) -> None:
+    """Histories of several samples, shorter and longer and other ones, in any order: as a new matcher gives it."""
+    params = StructuredOutputsParams(**FORMS[form])
+    kept = Grammars(LOADED, vocab_size=VOCAB)
+    for sample, length, choice in asked:
+        outputs = legal(params, length, choice)
+        masks = [np.zeros(2, np.int32) for _ in range(2)]
+        fresh = Grammars(LOADED, vocab_size=VOCAB)
+        assert kept.mask(sample, params, outputs, masks[0]) == fresh.mask(0, params, outputs, masks[1])
+        assert masks[0].tolist() == masks[1].tolist()
+    kept.forget(but=lambda sample: sample == 1)
+    assert kept._matchers.keys() <= {1}
+
+
+@cache
+def legal(params: StructuredOutputsParams, length: int, choice: int) -> np.ndarray:
+    """Some outputs that a grammar allows, and its end if it comes so soon."""
+    grammars = Grammars(LOADED, vocab_size=VOCAB)
+    outputs = np.zeros(0, np.int32)
+    for _ in range(length):
+        mask = np.zeros(2, np.int32)
+        if not grammars.mask(0, params, outputs, mask):
+            break
+        allowed = allowed_ids(mask)
+        outputs = np.append(outputs, np.int32(allowed[choice % len(allowed)]))
+        choice //= 3
+    return outputs
+
+
+def allowed_ids(mask: np.ndarray) -> list[int]:
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+
+
+def test_a_sample_may_have_the_number_and_another_grammar_than_one_before_a_rewind() -> None:
+    with engine() as own:
+        moment = own.remember()
+        for form in ("regex", "choice", "regex"):
+            own.add_request("r", PROMPT, shaped(form))
+            assert drained(own)["r"].token_ids == alone(PROMPT, shaped(form)).token_ids
+            own.rewind(moment)
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+@pytest.mark.parametrize("form", list(FORMS))
+def test_forks_and_moments_go_on_where_they_are_in_the_grammar(form: str, steps_ahead: int) -> None:
+    expected = alone(PROMPT, shaped(form)).token_ids
+    with engine(steps_ahead=steps_ahead) as own:
+        own.add_request("r", PROMPT, shaped(form))
+        own.step()
+        own.step()
+        with own.remember() as moment:
+            for _ in range(2):
+                own.fork("r", "twin")
+                own.step()
+                own.fork("twin", "cousin")
+                found = {name: result.token_ids for name, result in drained(own).items()}
+                assert found == {"r": expected, "twin": expected, "cousin": expected}
+                own.rewind(moment)
+            own.update_weights(own.params)  # keys and values are void: the step that was on its way too
+            assert drained(own)["r"].token_ids == expected
+
+
+def test_samples_of_one_prompt_each_obey_the_grammar() -> None:
+    with engine() as own:
+        (result,) = own.generate([PROMPT], shaped("choice", replace(DRAWN, n=6)), progress=False)
+    assert len({output.text for output in result.outputs}) > 1
+    assert all(is_allowed("choice", o.text) and o.finish_reason == "stop" for o in result.outputs)
+
+
+@pytest.mark.parametrize("capture_halves", [False, True])
+def test_masks_apply_behind_captured_executions(capture_halves: bool) -> None:
+    """Padded, beside requests without grammars, and with processors and chosen ids in the same step."""
+    odd = shaped("regex", replace(GREEDY, logits_processors=[LogitsProcessor(lambda x, *_: x + 0)]))
+    params = [shaped("json"), PLAIN, odd]
+    api = FakeGraphs()
+    with engine(graph_api=api, capture_progress=False, capture_halves=capture_halves) as own:
+        before = api.num_replays
+        results = own.generate([PROMPT] * 3, params, progress=False)
+        assert (api.num_replays > before) == capture_halves
+        again = own.generate([PROMPT] * 2, [shaped("json"), PLAIN], progress=False)
+    assert [result.token_ids for result in again] == [results[i].token_ids for i in range(2)]
+    plain = [alone(PROMPT, own).token_ids for own in (shaped("json"), PLAIN, shaped("regex"))]
+    assert [result.token_ids for result in results] == plain
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"json": {"type": "nope"}}, {"json": "{"}, {"regex": "(a"}, {"grammar": "x"}]
+)
+def test_a_grammar_that_can_not_be_compiled_is_refused_and_the_others_are_served(wrong: Any) -> None:
+    bad = replace(GREEDY, structured_outputs=wrong)
+    with engine() as own:
+        before = own._turns.now
+        with pytest.raises(GrammarError, match=r"can not be compiled: \S"):
+            own.add_request("bad", PROMPT, bad)
+        assert own._turns.now is before
+        results = own.generate([PROMPT, PROMPT], [bad, shaped("regex")], progress=False, on_error="return")
+    assert isinstance(results[0].error, GrammarError)
+    assert results[1].token_ids == alone(PROMPT, shaped("regex")).token_ids
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({}, "none of json, regex, choice, grammar are given"),
+        ({"regex": "a", "choice": ["a"]}, "exactly one"),
+        ({"regex": ""}, "not empty"),
+        ({"choice": []}, "not empty"),
+        ({"choice": ["a", ""]}, "not empty"),
+    ],
+)
+def test_what_is_no_form_is_refused(wrong: Any, reason: str) -> None:
+    with engine() as own, pytest.raises(InvalidParameterError, match=reason):
+        own.add_request("r", PROMPT, replace(GREEDY, structured_outputs=wrong))
+
+
+@pytest.mark.parametrize("wrong", [{"json": {1, 2}}, {"choice": "abc"}, {"xml": "a"}, "json"])
+def test_what_can_not_be_a_form_is_no_parameter(wrong: Any) -> None:
+    with pytest.raises(InvalidParameterError, match="structured_outputs"):
+        SamplingParams(structured_outputs=wrong)
+
+
+def test_without_xgrammar_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    with engine() as own:
+        with pytest.raises(
+            GrammarError, match=r"xgrammar is not installed: pip install 'purestep\[grammar\]'"
+        ):
+            own.add_request("r", PROMPT, shaped("json"))
+        assert own.generate(PROMPT, PLAIN, progress=False)[0].token_ids == alone(PROMPT, PLAIN).token_ids
+
+
+@pytest.mark.parametrize(
+    ("lacks", "reason"), [({"eos_token_ids": ()}, "end-of-sequence"), ({"tokenizer": None}, "texts of all")]
+)
+def test_a_model_that_can_not_end_or_spell_a_text_is_refused(lacks: dict[str, Any], reason: str) -> None:
+    whole = {"tokenizer": TOKENIZER, "eos_token_ids": (EOS,)} | lacks
+    loaded = LoadedModel("tiny", MODEL, LOADED.params, **whole)
+    sizes = {"kv_cache_bytes": 40 * 1024, "block_size": 4, "max_model_len": 48}
+    with Engine(loaded, **sizes) as own, pytest.raises(GrammarError, match=reason):
+        own.add_request("r", PROMPT, shaped("json"))
+
+
+def test_an_engine_with_a_drafter_refuses_it() -> None:
+    """Its guesses would not be masked."""
+    drafter = ngram(num_drafts=2, min_n=1, max_n=2)
+    with engine(drafter=drafter) as own, pytest.raises(GrammarError, match="whose drafter makes 2 guesses"):
+        own.add_request("r", PROMPT, shaped("json"))
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+def test_where_no_token_is_left_that_request_fails_and_the_others_go_on(steps_ahead: int) -> None:
+    """The grammar is at its end, and min_tokens forbids the end."""
+    starved = replace(shaped("choice"), structured_outputs={"choice": ["no"]}, min_tokens=4)
+    with engine(steps_ahead=steps_ahead) as own:
+        results = own.generate([PROMPT] * 3, [starved, shaped("regex"), PLAIN], progress=False)
+    (output,) = results[0].outputs
+    assert (output.text, output.finish_reason) == ("no", "error")
+    assert isinstance(output.error, NoTokenError) and "structured_outputs" in str(output.error)
+    assert results[1].token_ids == alone(PROMPT, shaped("regex")).token_ids
+    assert results[2].token_ids == alone(PROMPT, PLAIN).token_ids
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+def test_outputs_that_the_grammar_refuses_end_that_request_alone(
+    monkeypatch: pytest.MonkeyPatch, steps_ahead: int
+) -> None:
+    mask = Grammars.mask
+
+    def forgetful(self: Grammars, sample: int, params: Any, outputs: Any, into: Any) -> bool:
+        is_open = mask(self, sample, params, outputs, into)
+        if sample == 0 and len(outputs) == 2:
+            into[:] = -1  # as if every token were allowed
+        return is_open
+
+    monkeypatch.setattr(Grammars, "mask", forgetful)
+    odd = replace(shaped("regex"), logit_bias={2 + TEXTS.index("}"): 100.0})
+    with engine(steps_ahead=steps_ahead) as own:
+        own.add_request("odd", PROMPT, odd)
+        own.add_request("even", PROMPT, shaped("regex"))
+        results = drained(own)
+        assert own.num_free_blocks == own.limits.num_blocks[0] - 1
+    (output,) = results["odd"].outputs
+    assert output.finish_reason == "error" and output.text.endswith("}") and len(output.token_ids) == 3
+    assert isinstance(output.error, GrammarError) and "output 2 is token" in str(output.error)
+    assert results["even"].token_ids == alone(PROMPT, shaped("regex")).token_ids
+
+
+def test_behind_its_end_a_grammar_says_nothing() -> None:
+    """With ignore_eos the request goes on, as if it had none."""
+    params = replace(shaped("choice"), structured_outputs={"choice": ["no"]}, ignore_eos=True, max_tokens=5)
+    with engine() as own:
+        (result,) = own.generate(PROMPT, params, progress=False)
+        rest = own.generate(
+            (*PROMPT, *result.token_ids[:-3]), replace(GREEDY, ignore_eos=True, max_tokens=3), progress=False
+        )[0]
+    ended = result.token_ids.index(EOS)
+    assert TOKENIZER.decode(result.token_ids[:ended]) == "no"
+    assert result.token_ids[-3:] == rest.token_ids and result.finish_reason == "length"
+
+
+def test_special_tokens_are_no_text() -> None:
+    """A special token whose name the grammar would allow is not taken for that text."""
+    kept, mask = Grammars(LOADED, vocab_size=VOCAB), np.zeros(2, np.int32)
+    assert kept.mask(0, StructuredOutputsParams(regex="(<mark>|ab)"), np.zeros(0, np.int32), mask)
+    assert MARK not in allowed_ids(mask) and 2 + TEXTS.index("ab") in allowed_ids(mask)
+
+
+@given(st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=4), min_size=1, max_size=3))
+def test_a_choice_is_just_its_texts(texts: list[str]) -> None:
+    import xgrammar
+
+    compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo(["a"]))
+    compiled = compiler.compile_grammar(one_of(tuple(texts)))
+    for text in [*texts, texts[0] + "a", texts[0][:-1]]:
+        matcher = xgrammar.GrammarMatcher(compiled, terminate_without_stop_token=True)
+        assert (matcher.accept_string(text) and matcher.is_completed()) == (text in texts)
+
+
+@given(st.lists(st.integers(0, 2), max_size=5), st.lists(st.integers(0, 2), max_size=5))
+def test_the_common_length_is_where_columns_part(first: list[int], second: list[int]) -> None:
+    length = common_length(np.array(first, np.int32), np.array(second, np.int32))
+    assert first[:length] == second[:length]
+    assert first[length : length + 1] != second[length : length + 1] or length == len(first) == len(second)
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+def test_smollm2_writes_json_and_matches_expressions(steps_ahead: int) -> None:
+    needs_smollm2()
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 16}, "age": {"type": "integer"}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    own = SamplingParams(temperature=0.0, max_tokens=48)
+    with Engine(max_model_len=128, steps_ahead=steps_ahead) as smollm2:
+        as_json, date, pick, plain = smollm2.generate(
+            [
+                "Describe a person as JSON: ",
+                "The date is ",
+                "The capital of France is ",
+                "The capital of France is",
+            ],
+            [
+                replace(own, structured_outputs={"json": schema}),
+                replace(own, structured_outputs={"regex": r"[12][0-9]{3}-[01][0-9]-[0-3][0-9]"}),
+                replace(own, structured_outputs={"choice": ["Berlin", "Paris", "Rome"]}),
+                replace(own, max_tokens=4),
+            ],
+            progress=False,
+        )
+    person = json.loads(as_json.text)
+    assert person == {"name": "John", "age": 30} and as_json.finish_reason == "stop"
+    assert re.fullmatch(r"[12][0-9]{3}-[01][0-9]-[0-3][0-9]", date.text)
+    assert (pick.text, plain.text[:6]) == ("Paris", " Paris")

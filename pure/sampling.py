@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from purestep.kernels.record import replace
+from purestep.kernels.record import record, replace
 from purestep.kernels.types import Kernels
 from purestep.pure.constrain import constrain, process
 from purestep.pure.errors import ExtrasError
@@ -78,41 +78,65 @@ def sample_tokens(
     if executed.inputs.drafts is not None:
         return _verified(executed, _params_at_places(params, executed.inputs.drafts), extras, kernels)
     processed = constrain(state, params, logits, extras, kernels)
-    final = whole = chosen_from = processed
-    best = None
-    if not shape.random:
-        tokens = kernels.greedy(processed)
-        best = tokens if processed is logits else None
-    elif exponential is None and _needs_no_distribution(shape, extras):
-        tokens, best = _choose(shape, params, processed, kernels)
-        best = best if processed is logits else None
-    else:
-        whole, final = _drawn_from(state, params, processed, extras, kernels)
-        noise = _exponential(params, logits.shape[-1], kernels) if exponential is None else exponential
-        is_greedy = params["temperature"] < GREEDY_BELOW
-        tokens = torch.where(is_greedy, kernels.greedy(processed), kernels.draw(final, noise.to(final.dtype)))
-        if extras.processors:  # those behind temperature may leave a row no token either
-            chosen_from = torch.where(is_greedy[:, None], processed, final.to(processed.dtype))
+    picked = _pick(state, params, processed, extras, exponential, kernels)
+    is_best = picked.best is not None and processed is logits
     token_ids, stops, has_nan = kernels.judge(
         kernels,
         logits,
-        kernels.greedy(logits) if best is None else best,
-        chosen_from,
-        tokens,
+        picked.best if is_best else kernels.greedy(logits),
+        picked.chosen_from,
+        picked.tokens,
         params.banned_ids,
         params["num_stop_ids"],
         params["min_tokens"],
         params.num_output_tokens,
     )
-    logprobs, id_logprobs = _logprobs(shape, params, (logits, processed, final), tokens, extras, kernels)
+    on_the_way = (logits, processed, picked.final)
+    logprobs, id_logprobs = _logprobs(shape, params, on_the_way, picked.tokens, extras, kernels)
     return SampledTokens(
         token_ids=token_ids,
         stops=stops,
         has_nan=has_nan,
         logprobs_tensors=logprobs,
         id_logprobs=id_logprobs,
-        kept_mass=_kept_mass(whole, final, tokens) if shape.kept_mass else None,
+        kept_mass=_kept_mass(picked.whole, picked.final, picked.tokens) if shape.kept_mass else None,
     )
+
+
+@record
+class Picked:
+    """The tokens of a batch's rows of logits, and what they were picked from."""
+
+    tokens: Int[Tensor, " logits"]
+    best: Int[Tensor, " logits"] | None  # ids of the largest processed logits, where they were looked for
+    chosen_from: Float[Tensor, "logits vocab"]  # -inf where the rules forbid a token
+    whole: Float[Tensor, "logits vocab"]  # at temperature, before the cuts
+    final: Float[Tensor, "logits vocab"]  # after them
+
+
+def _pick(
+    state: StepState,
+    params: BatchParams,
+    processed: Tensor,
+    extras: SamplingExtras,
+    exponential: Tensor | None,
+    kernels: Kernels,
+) -> Picked:
+    """The token of every row of logits: the largest, or drawn with the noise of its output index."""
+    shape = state.layout.bounds.sampler
+    if not shape.random:
+        tokens = kernels.greedy(processed)
+        return Picked(tokens, tokens, processed, processed, processed)
+    if exponential is None and _needs_no_distribution(shape, extras):
+        return Picked(*_choose(shape, params, processed, kernels), processed, processed, processed)
+    whole, final = _drawn_from(state, params, processed, extras, kernels)
+    noise = _exponential(params, processed.shape[-1], kernels) if exponential is None else exponential
+    is_greedy = params["temperature"] < GREEDY_BELOW
+    tokens = torch.where(is_greedy, kernels.greedy(processed), kernels.draw(final, noise.to(final.dtype)))
+    chosen_from = processed
+    if extras.processors:  # those behind temperature may leave a row no token either
+        chosen_from = torch.where(is_greedy[:, None], processed, final.to(processed.dtype))
+    return Picked(tokens, None, chosen_from, whole, final)
 
 
 def _verified(
@@ -120,8 +144,9 @@ def _verified(
 ) -> SampledTokens:
     """The drafts that stand and the token behind them, of every request.
 
-    Each is judged by the row of logits before it, made for sampling as if the drafts before were no guesses: so drafts
-    change how many tokens a step keeps, and never how they are distributed.
+    Each is judged by the row of logits before it, made for sampling as if the drafts before were no guesses. A draft
+    without stated probabilities stands if it is the token that a plain step would pick at its place: so drafts change
+    how many tokens a step keeps, and nothing else. With probabilities, random requests keep their distribution.
     """
     state, logits, drafts = executed.state, executed.logits, params.drafts
     assert logits is not None and drafts is not None
@@ -131,16 +156,21 @@ def _verified(
     def by_request(values: Tensor) -> Tensor:
         return values.view(-1, num_places, *values.shape[1:])
 
-    processed = whole = final = constrain(state, params, logits, extras, kernels)
-    is_greedy, left = params["temperature"] < GREEDY_BELOW, processed.amax(-1)
-    if shape.random:
+    processed = constrain(state, params, logits, extras, kernels)
+    rates, uniforms = state.acceptance_rates, partial(_uniforms, params, kernels)
+    by_chance = shape.random and (state.draft_probs is not None or bool(rates))
+    if by_chance:
         whole, final = _drawn_from(state, params, processed, extras, kernels)
-        left = torch.where(is_greedy, left, final.amax(-1).to(left.dtype))
+        is_greedy = params["temperature"] < GREEDY_BELOW
+        left = torch.where(is_greedy, processed.amax(-1), final.amax(-1).to(processed.dtype))
+        picked = kernels.greedy(processed)
+    else:
+        found = _pick(state, params, processed, extras, None, kernels)
+        picked, whole, final = found.tokens, found.whole, found.final
+        left = found.chosen_from.gather(-1, picked[:, None])[:, 0]
     is_sound = by_request((logits.amax(-1) < float("inf")) & (left > float("-inf")))
-    best, uniforms = by_request(kernels.greedy(processed)), partial(_uniforms, params, kernels)
-    rates = state.acceptance_rates
-    tokens = verified_greedily(best, is_sound, drafts, uniforms, rates=rates, kernels=kernels)
-    if shape.random:
+    tokens = verified_greedily(by_request(picked), is_sound, drafts, uniforms, rates=rates, kernels=kernels)
+    if by_chance:
         probs = state.draft_probs
         if probs is not None:
             probs = probs.index_select(0, state.layout.row_of_index)[:, : num_places - 1]

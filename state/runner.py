@@ -90,7 +90,8 @@ class GPUModelRunner:
 
     Raises:
         InvalidParameterError: a drafter on the host together with `async_scheduling` (it drafts from tokens that are
-            known) or with one on the device; a pipeline stage with graphs or a drafter.
+            known) or with one on the device; a pipeline stage with graphs or a drafter, but for one on the host and the
+            last stage.
     """
 
     def __init__(
@@ -110,9 +111,11 @@ class GPUModelRunner:
                 "a drafter on the host with async_scheduling or one on the device: it would draft from tokens that are "
                 "still on their way, or in vain; leave one out"
             )
-        if not (is_first_stage and is_last_stage) and (dispatch_keys or drafter or bound.drafter):
+        is_whole, early = is_first_stage and is_last_stage, drafter if not is_last_stage else None
+        if not is_whole and (dispatch_keys or bound.drafter or early):
             raise InvalidParameterError(
-                "a pipeline stage with dispatch_keys or a drafter: it runs eagerly, one token a request; leave them out"
+                "a pipeline stage with dispatch_keys, a drafter on the device, or one on the host before the last "
+                "stage: it runs eagerly, and drafts come to all stages with the scheduler's output; leave them out"
             )
         self._bound = bound
         self._is_first, self._is_last = is_first_stage, is_last_stage

@@ -41,24 +41,28 @@ def checked(
     return tensors[:num_tokens]
 
 
-def told_tokens(batch: InputBatch, sampled: ModelRunnerOutput) -> Int32[np.ndarray, " reqs"]:
-    """What the last stage has sampled for each request of a batch and its padding, -1 for nothing.
+def told_tokens(batch: InputBatch, sampled: ModelRunnerOutput) -> Int32[np.ndarray, "reqs width"]:
+    """What the last stage has kept for each request of a batch and its padding, -1 behind the last.
 
     Raises:
-        SchedulerOutputError: an output of other requests, or of several tokens for one.
+        SchedulerOutputError: an output of other requests, or of more tokens for one than it has drafts and one.
     """
-    if set(sampled.req_ids) != set(batch.req_ids) or any(len(own) > 1 for own in sampled.sampled_token_ids):
+    width = 1 + batch.layout.bounds.num_drafts
+    if set(sampled.req_ids) != set(batch.req_ids) or max(map(len, sampled.sampled_token_ids)) > width:
         raise SchedulerOutputError(
             f"sampled is an output of {list(sampled.req_ids)}, and the step is of {list(batch.req_ids)}: give that of "
-            "the last stage for the same step, with one token a request at most"
+            f"the last stage for the same step, with {width} tokens a request at most"
         )
-    told = np.full(batch.layout.bounds.num_reqs, -1, np.int32)
+    told = np.full((batch.layout.bounds.num_reqs, width), -1, np.int32)
     for index, req_id in enumerate(batch.req_ids):
-        told[index] = (*sampled.sampled_token_ids[sampled.req_id_to_index[req_id]], -1)[0]
+        own = sampled.sampled_token_ids[sampled.req_id_to_index[req_id]]
+        told[index, : len(own)] = own
     return told
 
 
-def hear(bound: BoundStep, executed: Executed, told: Int32[np.ndarray, " reqs"]) -> tuple[Leased, Pending]:
+def hear(
+    bound: BoundStep, executed: Executed, told: Int32[np.ndarray, "reqs width"]
+) -> tuple[Leased, Pending]:
     """The step of a stage that does not sample, with the tokens of the last one: the next lease, and its own output.
 
     A request that should have got a token and did not has ended there, and runs idle from here on.
@@ -68,11 +72,12 @@ def hear(bound: BoundStep, executed: Executed, told: Int32[np.ndarray, " reqs"])
     """
     value, buffers = executed.value, bound.buffers
     with torch.no_grad():
-        token_ids = upload(told, buffers.device)
+        kept = upload(told, buffers.device)
+        token_ids = kept[:, 0] if value.inputs.drafts is None else kept
         tokens = SampledTokens(
             token_ids=token_ids,
             stops=torch.zeros_like(token_ids, dtype=torch.bool),  # the scheduler says who has ended
-            has_nan=(token_ids < 0) & ~value.inputs.discard,
+            has_nan=(kept[:, 0] < 0) & ~value.inputs.discard,
             logprobs_tensors=None,
         )
         state = buffers.begin(executed.generation)

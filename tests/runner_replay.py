@@ -30,6 +30,7 @@ from tests.trace_replay import (
     limits_of,
     logprobs_of,
     params_of,
+    stating,
 )
 
 
@@ -46,7 +47,8 @@ class RunnerReplay:
             count_accepted=lambda *a: drawing(donating, self.drawn).count_accepted(*a),
             draw_last=lambda *a: drawing(donating, self.drawn).draw_last(*a),
         )
-        buffers = PersistentBuffers(loaded.model, limits_of(trace, loaded))
+        limits = limits_of(trace, loaded)
+        buffers = PersistentBuffers(loaded.model, limits, drafter=stating(limits.num_drafts))
         bound = BoundStep(buffers, loaded.model, loaded.params, kernels)
         self.drafter = drafter_of(trace)
         self.runner = GPUModelRunner(bound, async_scheduling=self.is_async, drafter=self.drafter)

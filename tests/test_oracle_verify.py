@@ -95,9 +95,13 @@ def test_rejection_sampler(oracle_dir: Path, index: int) -> None:
     given = executed([Asker(params_of(case, row)) for row in range(case["B"])], case["logits"][: case["B"]])
     layout = given.state.layout
     bounds = replace(layout.bounds, num_drafts=most)
+    # Stated probabilities have drafts judged by chance, as it was recorded: these are certain.
+    probs = torch.zeros(given.state.token_ids.shape[0], most, case["logits"].shape[-1])
+    row, place = torch.nonzero(drafts >= 0, as_tuple=True)
+    probs[layout.row_of_index[row], place, drafts[row, place].long()] = 1.0
     given = replace(
         given,
-        state=replace(given.state, layout=replace(layout, bounds=bounds)),
+        state=replace(given.state, layout=replace(layout, bounds=bounds), draft_probs=probs),
         inputs=replace(given.inputs, drafts=drafts),
         logits=case["logits"][rows],
     )

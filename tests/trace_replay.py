@@ -17,8 +17,10 @@ from purestep.pure.forward import compute_logits
 from purestep.pure.initial import initial_state
 from purestep.pure.interop import scheduler_output_from_vllm
 from purestep.pure.plan import plan_step
+from purestep.pure.propose import equip
 from purestep.pure.record import replace
 from purestep.pure.records.batch import BatchLimits, InputBatch
+from purestep.pure.records.drafter import Drafter, Proposal
 from purestep.pure.records.outputs import StepOutput
 from purestep.pure.records.sampling_rows import MAX_STOP_IDS
 from purestep.pure.records.state import ExecuteModelState
@@ -149,6 +151,16 @@ def drawing(kernels: Kernels, drawn: Drawn | None) -> Kernels:
     return replace(kernels, count_accepted=count_accepted, draw_last=draw_last)
 
 
+def stating(num_drafts: int) -> Drafter | None:
+    """A drafter that states probabilities, so that drafts, which are certain, are judged by chance, as upstream does
+    it, and not by what would have been picked."""
+    return Drafter(num_drafts, _never, draws=True) if num_drafts else None
+
+
+def _never(*given: Any, **kernels: Any) -> Proposal:
+    raise AssertionError("drafts come with the plans")
+
+
 def params_of(batch: InputBatch, req_id: str) -> Any:
     """A request's sampling parameters."""
     return batch.rows.requests[batch.row_of[req_id]].sampling_params  # type: ignore[union-attr]
@@ -162,6 +174,8 @@ class Replay:
         self.limits = limits_of(trace, loaded)
         self.batch = self.absorbed = InputBatch.make_empty(self.limits)
         self.state = initial_state(loaded.model, self.limits)
+        if drafter := stating(self.limits.num_drafts):
+            self.state = equip(self.state, drafter, vocab_size=self.limits.vocab_size)
         self.noise = Noise()
         self.prompt_logprobs: dict[str, list[Tensor]] = {}
 

@@ -292,10 +292,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--device", default="cuda")
+    names = [check.__name__ for check in CHECKS]
+    parser.add_argument("--only", nargs="*", default=names, choices=names)
     options = parser.parse_args()
     device = Device(options.device)
     rows = []
-    for check in CHECKS:
+    for check in [check for check in CHECKS if check.__name__ in options.only]:
         for row in check(device):
             rows.append({"bench": "graphs"} | row)
             print("ok  " if row["holds"] else "BAD ", row, flush=True)

@@ -4,6 +4,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,26 +14,26 @@ from purestep.pure.constrain import constrain
 from purestep.pure.grammar import GrammarMask, grammar_mask
 from purestep.pure.inputs import prepare_inputs
 from purestep.pure.record import replace
+from purestep.pure.records.batch import InputBatch
 from purestep.pure.records.inputs import StepInputs
-from purestep.pure.records.noise import DRAW
+from purestep.pure.records.outputs import ModelRunnerOutput
 from purestep.pure.records.sampling_rows import BatchParams
 from purestep.pure.records.scheduler_output import GrammarOutput
 from purestep.pure.records.state import StepState
+from purestep.state.stages import told_tokens
 from tests.bugs import test_speculation
 from tests.mutant import Mutant
 
 sampling, step = map(importlib.import_module, ("purestep.pure.sampling", "purestep.pure.step"))
-_uniforms, _params_at_places = sampling._uniforms, sampling._params_at_places
+runner = importlib.import_module("purestep.state.runner")
+_params_at_places = sampling._params_at_places
 
 # H20: noise is consumed, by requests without drafts too.
 
 
-def goes_on_after_every_place(
-    params: BatchParams, kernels: Kernels, places: Tensor, purpose: int, width: int
-) -> Tensor:
-    used = params.num_places - 1 if purpose == DRAW else 0
-    noise: Tensor = _uniforms(params, kernels, places + used, purpose, width)
-    return noise
+def goes_on_after_every_place(params: BatchParams, drafts: Tensor) -> BatchParams:
+    found: BatchParams = _params_at_places(params, drafts)
+    return replace(found, num_output_tokens=found.num_output_tokens + drafts.shape[1])
 
 
 # H21: rules and temperature are applied to the model's logits where they lie.
@@ -74,13 +75,22 @@ def counts_masks_that_are_used(
     return replace(found, mask_of_row=frozen(rows))
 
 
+# H32: only the last pipeline stage counts all tokens of a step.
+
+
+def tells_the_first_token(batch: InputBatch, sampled: ModelRunnerOutput) -> np.ndarray:
+    told = told_tokens(batch, sampled)
+    told[:, 1:] = -1
+    return told
+
+
 SPECULATION_MUTANTS = [
     Mutant(
         "H20",
         "every request uses noise for drafts",
         test_speculation.test_a_request_without_drafts_draws_what_it_draws_without_speculation,
         sampling,
-        {"_uniforms": goes_on_after_every_place},
+        {"_params_at_places": goes_on_after_every_place},
     ),
     Mutant(
         "H21",
@@ -109,5 +119,12 @@ SPECULATION_MUTANTS = [
         test_speculation.test_masks_follow_what_was_scheduled_and_tokens_what_is_verified,
         test_speculation,
         {"grammar_mask": counts_masks_that_are_used},
+    ),
+    Mutant(
+        "H32",
+        "stages before the last count one token a step",
+        test_speculation.test_pipeline_stages_agree_on_how_many_drafts_were_accepted,
+        runner,
+        {"told_tokens": tells_the_first_token},
     ),
 ]

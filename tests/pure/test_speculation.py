@@ -90,7 +90,7 @@ def some_drafts(rng: Random, truth: Sequence[int]) -> list[int]:
     return drafts
 
 
-def check_greedy(model: Model, params: Params, requests: Requests, rng: Random) -> int:
+def check_plain(model: Model, params: Params, requests: Requests, rng: Random) -> int:
     """Verify drafts until every request has ended; how many tokens were kept beside those that plain steps keep."""
     state = prefilled(model, params, requests)
     rows, end, ledgers = list(range(len(requests))), state, {}
@@ -130,19 +130,42 @@ def check_greedy(model: Model, params: Params, requests: Requests, rng: Random) 
 @given(seeds)
 def test_greedy_speculation_is_greedy(rng: Random) -> None:
     """Right, wrong, too many, too few: tokens, ledger and cache after every step are what plain steps make."""
-    check_greedy(*TOY, greedy_requests(rng), rng)
+    check_plain(*TOY, greedy_requests(rng), rng)
+
+
+def drawn_requests(rng: Random) -> Requests:
+    """The same, drawing with seeds of their own."""
+    return [
+        (
+            prompt,
+            replace(
+                own,
+                temperature=rng.choice([0.3, 1.0]),
+                top_k=rng.choice([0, 5]),
+                top_p=rng.choice([0.8, 1.0]),
+                seed=rng.randrange(100),
+            ),
+        )
+        for prompt, own in greedy_requests(rng)
+    ]
+
+
+@given(seeds)
+def test_certain_drafts_change_nothing_of_what_is_drawn(rng: Random) -> None:
+    """Drafts without stated probabilities stand if they are what a plain step draws: token by token the same text."""
+    check_plain(*TOY, drawn_requests(rng), rng)
 
 
 @examples(0.2)
 @given(seeds)
 def test_greedy_speculation_is_greedy_on_a_model(rng: Random) -> None:
-    check_greedy(*LLAMA, greedy_requests(rng), rng)
+    check_plain(*LLAMA, greedy_requests(rng), rng)
 
 
 def test_right_drafts_are_kept() -> None:
     """Else the laws above would hold of steps that keep no draft at all."""
     requests = [((1, 2, 3), SamplingParams(temperature=0, ignore_eos=True, max_tokens=13))]
-    assert sum(check_greedy(*TOY, requests, Random(seed)) for seed in range(5)) >= 15
+    assert sum(check_plain(*TOY, requests, Random(seed)) for seed in range(5)) >= 15
 
 
 @pytest.mark.parametrize("stop_at", range(5))

@@ -16,12 +16,15 @@ from hypothesis import strategies as st
 
 from purestep.kernels.donating import donating
 from purestep.pure.drafters.ngram import ngram
+from purestep.pure.models.stages import split
 from purestep.pure.record import replace
 from purestep.pure.records.drafter import Drafter, HostDrafter, Proposal
+from purestep.pure.records.outputs import DraftTokenIds
 from purestep.pure.records.sampling_params import SamplingParams
 from purestep.state.buffers import PersistentBuffers
 from purestep.state.run import BoundStep
 from purestep.state.runner import GPUModelRunner
+from tests.laws import digest
 from tests.profiles import examples
 from tests.state.test_runner import (
     BLOCK_SIZE,
@@ -35,17 +38,18 @@ from tests.state.test_runner import (
     VOCAB,
     alone,
 )
+from tests.state.test_stages import Pipeline
 from tests.state.upstream import Upstream, serve
 
 NUM_DRAFTS = 3
+DRAFTED = replace(LIMITS, num_drafts=NUM_DRAFTS)
 REQUESTS = st.lists(
     st.tuples(PROMPT, st.sampled_from([kind for kind in KINDS if not kind.is_random])), min_size=1, max_size=4
 )
 
 
 def runner(*, on_device: Drafter | None = None, **changes: Any) -> GPUModelRunner:
-    limits = replace(LIMITS, num_drafts=NUM_DRAFTS)
-    buffers = PersistentBuffers(MODEL, limits, dtype=PARAMS.tree["norm"].dtype, drafter=on_device)
+    buffers = PersistentBuffers(MODEL, DRAFTED, dtype=PARAMS.tree["norm"].dtype, drafter=on_device)
     return GPUModelRunner(BoundStep(buffers, MODEL, PARAMS, donating, drafter=on_device), **changes)
 
 
@@ -182,3 +186,43 @@ def test_masks_are_found_though_the_device_has_fewer_drafts_than_were_scheduled(
     for name in names:
         outputs = scheduler.clients[name].outputs
         assert set(outputs) <= set(alphabets[name])
+
+
+class Stages(Pipeline):
+    """Runners of two stages as one; the last one drafts."""
+
+    def __init__(self, drafter: HostDrafter) -> None:
+        runners = []
+        for part, is_last in zip(split(MODEL, (1,)), (False, True), strict=True):
+            buffers = PersistentBuffers(part, DRAFTED, dtype=PARAMS.tree["norm"].dtype)
+            bound = BoundStep(buffers, part, PARAMS, donating)
+            own = drafter if is_last else None
+            runners.append(
+                GPUModelRunner(bound, is_first_stage=not is_last, is_last_stage=is_last, drafter=own)
+            )
+        super().__init__(runners)
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        return self.runners[-1].take_draft_token_ids()
+
+    def assert_agreed(self) -> None:
+        """Both batches and both ledgers have the same tokens and counts."""
+        ours, theirs = (own.input_batch for own in self.runners)
+        assert digest((ours.rows, ours.columns)) == digest((theirs.rows, theirs.columns))
+        tables = [own._now.leased.value.ledger.table[:4] for own in self.runners]  # all counts
+        assert torch.equal(*tables)
+
+
+@examples(0.1)
+@given(REQUESTS, st.integers(4, 40), st.none() | st.integers(0, 9), st.integers(0, 99))
+def test_stages_give_what_a_request_gets_alone_and_agree_on_what_was_accepted(
+    unchecked_records: None,
+    requests: list[tuple[list[int], SamplingParams]],
+    budget: int,
+    seed: int | None,
+    guesses: int,
+) -> None:
+    stages: Any = Stages(guesser(guesses))
+    tokens = served(stages, requests, 0, budget=budget, seed=seed)
+    assert tokens == [alone(tuple(p), params, f"r{i}") for i, (p, params) in enumerate(requests)]
+    stages.assert_agreed()

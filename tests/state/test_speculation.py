@@ -28,12 +28,13 @@ from tests.tiny import tiny_llama
 VOCAB = 16
 MODEL = tiny_llama(vocab_size=VOCAB)
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-PROMPTS = ([1, 2, 3], [4, 5, 6, 7], [2] * 9, [3, 1])
+PROMPTS = ([1, 2, 3], [4, 5, 6, 7], [2] * 9, [3, 1], [5, 5, 1])
 PARAMS = (
     GREEDY,
     replace(GREEDY, max_tokens=None, stop_token_ids=(4, 9)),
     replace(GREEDY, max_tokens=13, min_tokens=5, stop_token_ids=tuple(range(1, 13)), logprobs=2),
     replace(GREEDY, repetition_penalty=1.4, bad_words_token_ids=((11, 11), (3,)), logprobs=0),
+    replace(GREEDY, temperature=0.7, top_p=0.9, seed=3),
 )
 Generated = list[tuple[Any, ...]]
 

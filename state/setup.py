@@ -53,6 +53,14 @@ LEAST = {  # of the sizes that are whole numbers; a prompt and an output need 2 
 }
 
 
+GREEDY_SHAPE = SamplerShape()
+RANDOM_SHAPE = SamplerShape(random=True, truncated=True)
+SAMPLERS = (  # what rollouts ask for: the log-probability of each token; and penalties, or a least length
+    SamplerShape(random=True, truncated=True, num_logprobs=0, logprobs_modes=("raw_logprobs",)),
+    SamplerShape(random=True, truncated=True, penalties=True, min_tokens=True),
+)
+
+
 @attrs.frozen(kw_only=True)
 class Sizes:
     """How much an engine holds and does at once. None: as much as model and cache allow."""
@@ -70,7 +78,7 @@ class Sizes:
     )
     cudagraph_mode: CUDAGraphMode = CUDAGraphMode.FULL_DECODE_ONLY  # on a GPU
     capture_sizes: tuple[int, ...] | None = None  # numbers of tokens; None: up to max_num_reqs
-    capture_samplers: tuple[SamplerShape, ...] = ()  # sampling that has graphs, beside greedy and random
+    capture_samplers: tuple[SamplerShape, ...] = SAMPLERS  # beside greedy and random sampling
     capture_halves: bool = False  # graphs of half steps too: where requests have grammars or processors
     capture_progress: bool = True  # a bar while graphs are captured
 
@@ -249,10 +257,6 @@ def dispatch_keys_of(model: Model, limits: BatchLimits, sizes: Sizes) -> Dispatc
         uniform_query_len=every,
     )
     return dispatch_keys(config, mode, every)
-
-
-GREEDY_SHAPE = SamplerShape()
-RANDOM_SHAPE = SamplerShape(random=True, truncated=True)
 
 
 def graph_keys(

@@ -85,8 +85,24 @@ def test_decode_batches_are_replayed_and_padded_to_what_was_captured() -> None:
     api = FakeGraphs()
 
     assert tokens(PROMPTS[:3], GREEDY, graph_api=api, capture_sizes=(4, 8)) == tokens(PROMPTS[:3], GREEDY)
-    assert len(api.captured) == 4  # two sizes, greedy and random
+    assert len(api.captured) == 8  # two sizes, four kinds of sampling
     assert api.num_replays == 11  # one prefill step, then one replay a token
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"logprobs": 0},
+        {"temperature": 0.7, "logprobs": 0},
+        {"presence_penalty": 0.5},
+        {"temperature": 0.7, "repetition_penalty": 1.2, "min_tokens": 3},
+    ],
+)
+def test_what_rollouts_ask_for_is_replayed_too(asked: dict[str, Any]) -> None:
+    api, params = FakeGraphs(), replace(GREEDY, **asked)
+
+    assert tokens(PROMPTS[:3], params, graph_api=api) == tokens(PROMPTS[:3], params)
+    assert api.num_replays == 11
 
 
 def test_the_largest_shapes_are_captured_first() -> None:

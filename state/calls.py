@@ -7,6 +7,7 @@ import attrs
 
 from purestep.pure.errors import InvalidRequestError, StaleStateError
 from purestep.pure.records.sampling_params import SamplingParams
+from purestep.state.guarded import without_frames
 from purestep.state.results import RequestOutput
 from purestep.state.submission import Prompt, refused_output
 from purestep.state.turns import Turns
@@ -95,6 +96,7 @@ def submitted(
                 if raises:
                     error.add_note(f"This is prompt {i} of {len(prompts)}; none of them was run.")
                     raise
+                without_frames(error)
                 refused[name] = refused_output(name, prompt, error)
             stream += wanted.n if isinstance(wanted, SamplingParams) and type(wanted.n) is int else 1
         yield Call(turns, tuple(names), own, refused)

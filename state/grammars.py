@@ -122,7 +122,7 @@ class Grammars:
             from transformers import PreTrainedTokenizerFast
         except ImportError as error:
             raise GrammarError(
-                f"structured_outputs: the package {error.name} is not installed: pip install 'purestep[grammar]'"
+                f"structured_outputs: the package {error.name} is not installed: pip install xgrammar"
             ) from error
         stops = list(self._eos_token_ids)
         kind = xgrammar.TokenizerInfo.from_huggingface(

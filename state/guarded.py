@@ -33,8 +33,10 @@ def _guard(rows: ProcessorRows, req_ids: Sequence[str], failed: MutableMapping[i
         try:
             return _called(function, logits, history, params)
         except Exception:
-            parts = [logits[i : i + 1] for i in range(len(places))]
-        for i, place in enumerate(places):
+            parts = list(torch.split(logits, 1))
+        every = len(parts) // len(places)  # rows of a request: more than one where drafts are verified
+        for i in range(len(parts)):
+            place, is_first = places[i // every], i % every == 0
             one = slice(i, i + 1)
             own = History(history.token_ids[one], history.prompt_lengths[one], history.lengths[one])
             try:
@@ -42,6 +44,11 @@ def _guard(rows: ProcessorRows, req_ids: Sequence[str], failed: MutableMapping[i
                     function, parts[i], own, {name: value[one] for name, value in params.items()}
                 )
             except Exception as error:
+                if (
+                    not is_first
+                ):  # it counts if the drafts before stand: a row without a distribution ends it then
+                    parts[i] = torch.full_like(parts[i], torch.nan)
+                    continue
                 num_outputs = int(own.lengths[0] - own.prompt_lengths[0])
                 failed.setdefault(place, _failure(function, req_ids[place], num_outputs, error))
         return torch.cat(parts)
@@ -64,5 +71,14 @@ def _failure(function: Apply, req_id: str, num_outputs: int, error: Exception) -
         f"request {req_id!r} can not go on after {num_outputs} outputs: its logits processor {function!r} raised "
         f"{error!r}: submit it again with one that does not"
     )
-    failure.__cause__ = error
+    failure.__cause__ = without_frames(error)
     return failure
+
+
+def without_frames(error: BaseException) -> BaseException:
+    """The error, and what it came from, without the frames that they passed: those keep alive whatever was there."""
+    inner: BaseException | None = error
+    while inner is not None:
+        inner.__traceback__ = None
+        inner = inner.__cause__ or inner.__context__
+    return error

@@ -212,7 +212,7 @@ def limits_of(
         block_sizes=kv_config.block_sizes,
         num_blocks=(kv_config.num_blocks,) * len(kv_config.groups),
         eos_token_ids=loaded.eos_token_ids,
-        seed=seed,
+        seed=int(seed),
         kernel_block_sizes=kv_config.kernel_block_sizes,
         num_drafts=0 if drafter is None else drafter.num_drafts,
     )

@@ -120,7 +120,9 @@ class Turns:
         if self.now.in_flight and (not begun or len(self.now.in_flight) > self._steps_ahead):
             self._take_in()
             if self._drafter is not None:
-                kept, queue = drafted(self._drafter, self.now.kept, self.now.queue, self.now.batch)
+                now = self.now
+                propose = partial(drafted, self._drafter, now.kept, now.queue, now.batch)
+                kept, queue = self._calling_out(propose)
                 self.now = attrs.evolve(self.now, kept=kept, queue=queue)
         elif not begun and len(self.now.queue.live):
             self._refuse_to_stand_still()

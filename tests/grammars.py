@@ -21,7 +21,7 @@ def needs_xgrammar() -> None:
     """Skip, loudly, without xgrammar; in CI its absence fails."""
     if importlib.util.find_spec("xgrammar") is not None:
         return
-    message = "xgrammar is not installed: pip install 'purestep[grammar]'"
+    message = "xgrammar is not installed: pip install xgrammar"
     if profiles.IN_CI:
         pytest.fail(f"{message} (CI=true, so its absence fails)", pytrace=False)
     pytest.skip(message)

@@ -48,6 +48,7 @@ def draft_model(
         num_drafts=num_drafts,
         propose=partial(propose, draft=draft, num_drafts=num_drafts, draws=draws),
         kv_layers=draft.kv_layers[own:],
+        target_layers=target.kv_layers,
         linear_paths=draft.linear_paths,
         draws=draws,
     )

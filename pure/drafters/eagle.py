@@ -64,6 +64,7 @@ def eagle(
         num_drafts=num_drafts,
         propose=partial(propose, head=head, num_drafts=num_drafts, draws=draws),
         kv_layers=head.kv_layers[own:],
+        target_layers=target.kv_layers,
         linear_paths=tuple(path[1:] for path in head.linear_paths),
         draws=draws,
     )

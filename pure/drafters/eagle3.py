@@ -66,6 +66,7 @@ def eagle3(
         num_drafts=num_drafts,
         propose=partial(propose, head=head, num_layers=len(layers), num_drafts=num_drafts, draws=draws),
         kv_layers=head.kv_layers[depth:],
+        target_layers=target.kv_layers,
         linear_paths=tuple(path[1:] for path in head.linear_paths),
         draws=draws,
     )

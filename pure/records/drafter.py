@@ -53,6 +53,7 @@ class Drafter:
     propose: Callable[..., Proposal]
     init: Callable[..., Any] = keep_nothing
     kv_layers: tuple[Any, ...] = ()  # KVLayerSpec of its own layers
+    target_layers: tuple[Any, ...] = ()  # those of the model that it was made for, behind which its own lie
     linear_paths: tuple[tuple[str | int, ...], ...] = ()  # as in Model, below params.tree["draft"]
     draws: bool = False  # it states the probabilities that drafts were drawn from
 

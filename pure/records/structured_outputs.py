@@ -30,7 +30,8 @@ def _choice(value: Iterable[str] | None) -> tuple[str, ...] | None:
 
 @record(static=True)
 class StructuredOutputsParams:
-    """One of these forms; the text is one that it allows, or the beginning of one where the request ends early.
+    """One of these forms; the text is one that it allows, or the beginning of one where the request ends early;
+    with ignore_eos, anything may follow one that is whole.
 
     Raises: InvalidParameterError for a schema that can not be written as JSON, and choices that are no list.
     """

@@ -494,3 +494,8 @@ def test_a_closed_engine_takes_nothing() -> None:
         own.add_request("r", PROMPTS[0], GREEDY)
     with pytest.raises(StaleStateError, match="closed"):
         own.update_weights(PARAMS)
+
+
+def test_a_seed_may_be_numpys() -> None:
+    drawn = SamplingParams(max_tokens=3)
+    assert tokens(PROMPTS, drawn, seed=np.int64(3)) == tokens(PROMPTS, drawn, seed=3)

@@ -193,3 +193,13 @@ def test_an_interrupt_inside_a_processor_is_no_failure_of_it() -> None:
         with pytest.raises(KeyboardInterrupt):
             drained(own)
         assert drained(own)["r"].token_ids == alone(PROMPT, GREEDY).token_ids
+
+
+def test_an_error_in_a_result_keeps_nothing_else_alive() -> None:
+    """No frame of what failed, in which buffers and logits lie; nor one of a refused prompt."""
+    with engine() as own:
+        failed, refused = own.generate([PROMPT, ()], [failing(2), GREEDY], progress=False, on_error="return")
+    error = failed.outputs[0].error
+    assert isinstance(error, ProcessorError) and isinstance(error.__cause__, ArithmeticError)
+    for kept in (error, error.__cause__, refused.error):
+        assert kept is not None and kept.__traceback__ is None

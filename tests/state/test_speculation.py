@@ -9,13 +9,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from purestep.pure.drafters.draft_model import draft_model
 from purestep.pure.drafters.ngram import ngram, ngram_on_host
-from purestep.pure.errors import InvalidParameterError
+from purestep.pure.errors import DrafterError, InvalidParameterError, ReentrantCallError
 from purestep.pure.record import replace
 from purestep.pure.records.dispatch import CUDAGraphMode
 from purestep.pure.records.drafter import Drafter, HostDrafter, Proposal
+from purestep.pure.records.logits_processor import LogitsProcessor
 from purestep.pure.records.sampling_params import SamplingParams
 from purestep.state.engine import Engine
 from purestep.state.loading.loaded import LoadedModel
@@ -248,3 +250,71 @@ def test_log_probabilities_have_a_row_for_every_token() -> None:
     (result,) = generated([[1, 2, 3]], [params], drafter=device_guesser(3))
     assert np.shape(result[3][0]) == (20, 2)
     assert [ids[0] for ids in result[3][0]] == list(result[0])
+
+
+def fails_behind(token: int) -> LogitsProcessor:
+    """A processor that fails where a history ends with this token."""
+
+    def apply(logits: Tensor, history: Any, params: Any) -> Tensor:
+        last = history.token_ids.gather(1, (history.lengths - 1)[:, None].long())
+        if (last == token).any():
+            raise RuntimeError("no")
+        return logits
+
+    return LogitsProcessor(apply)
+
+
+def repeats(token: int) -> HostDrafter:
+    """A drafter on the host that always says the same."""
+    return HostDrafter(
+        2, lambda kept, histories, budgets: (kept, ((token,) * 2,) * len(histories)), lambda: 0
+    )
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+def test_a_processor_that_fails_behind_drafts_ends_whom_it_fails_for(steps_ahead: int) -> None:
+    """And nobody where the draft that it fails behind falls."""
+    params = [replace(GREEDY, logits_processors=[fails_behind(7)], max_tokens=6), GREEDY]
+    prompts = PROMPTS[:2]
+    for drafter in (device_guesser(3), None if steps_ahead else repeats(7)):
+        if drafter is not None:
+            own = {"drafter": drafter, "steps_ahead": steps_ahead}
+            assert generated(prompts, params, **own) == generated(prompts, params)
+
+
+def test_a_drafter_of_another_model_is_refused() -> None:
+    model, _ = MODEL
+    other, params = tiny_llama(vocab_size=VOCAB, groups=(0, 0, 0))
+    with pytest.raises(DrafterError, match="make the drafter for this model"):
+        engine(drafter=draft_model(other, model, num_drafts=2), draft_params=params)
+
+
+def test_a_host_drafter_may_not_call_the_engine() -> None:
+    def propose(kept: Any, histories: Any, budgets: Any) -> Any:
+        own.add_request("b", [1], GREEDY)
+        return kept, ((),) * len(histories)
+
+    with engine(drafter=HostDrafter(1, propose, lambda: 0)) as own:
+        own.add_request("a", [1, 2], GREEDY)
+        with pytest.raises(ReentrantCallError):
+            for _ in range(4):
+                own.step()
+        own.abort("a")
+        assert not own.has_unfinished()
+
+
+@pytest.mark.parametrize("wrong", [VOCAB, -2, 1.5, "a", 2**40])
+def test_drafts_that_are_no_tokens_are_refused_and_stop_nobody(wrong: Any) -> None:
+    expected = generated([[1, 2, 3]], [GREEDY])[0][0]
+    with engine(drafter=repeats(wrong)) as own:
+        own.add_request("a", [1, 2, 3], GREEDY)
+        errors, tokens = 0, ()
+        for _ in range(60):
+            try:
+                for result in own.step():
+                    tokens = result.token_ids
+            except DrafterError:
+                errors += 1
+            if not own.has_unfinished():
+                break
+        assert errors and tokens == expected

@@ -10,7 +10,7 @@ from torch import Tensor
 from purestep.kernels.types import Kernels
 from purestep.pure.errors import DrafterError
 from purestep.pure.record import replace
-from purestep.pure.records.drafter import Drafter, Drafts, Histories, HostDrafter
+from purestep.pure.records.drafter import Drafter, Drafts, Histories, HostDrafter, Proposal
 from purestep.pure.records.outputs import StepOutput
 from purestep.pure.records.params import Params
 from purestep.pure.records.state import ExecuteModelState, Ledger, StepState
@@ -32,7 +32,7 @@ def propose(
     get none; rows that ran idle keep what they have.
 
     Raises:
-        DrafterError: a drafter that the state was not made for.
+        DrafterError: a drafter that the state was not made for, or that proposes something else than drafts.
     Source: vllm/v1/worker/gpu_model_runner.py propose_draft_token_ids.
     """
     if drafter is None:
@@ -41,6 +41,7 @@ def propose(
     table, before, rows = state.ledger.table, state.ledger.drafts, state.layout.row_of_index
     assert before is not None
     proposal = drafter.propose(params, executed, state, output, kernels=kernels)
+    _check_proposal(proposal, (len(rows), drafter.num_drafts))
     drafts = _within_budget(proposal.drafts, draft_budget(state), output.sampled_token_ids[:, 0] >= 0)
     idle, nobody = executed.inputs.seq_lens == 0, state.token_ids.shape[0] - 1
     written = torch.where(idle[:, None], before.index_select(0, rows), drafts)
@@ -84,6 +85,15 @@ def equip(state: StepState, drafter: Drafter, *, vocab_size: int) -> StepState:
     rows, device = state.token_ids.shape[0], state.token_ids.device
     probs = torch.zeros(rows, drafter.num_drafts, vocab_size, device=device) if drafter.draws else None
     return replace(state, draft_probs=probs, drafter=drafter.init(num_rows=rows, device=device))
+
+
+def _check_proposal(proposal: Proposal, shape: tuple[int, int]) -> None:
+    if not isinstance(proposal, Proposal) or proposal.drafts.shape != shape:
+        what = list(proposal.drafts.shape) if isinstance(proposal, Proposal) else repr(proposal)
+        raise DrafterError(
+            f"the drafter proposed {what} for {shape[0]} requests with up to {shape[1]} drafts each: give a Proposal "
+            f"whose drafts are {list(shape)}, -1 behind a request's last"
+        )
 
 
 def _check(drafter: Drafter, state: StepState) -> None:

@@ -322,8 +322,14 @@ def with_drafter_of(
     """The model with the layers and the weights of its drafter, where that is on the device and has any.
 
     Raises:
-        InvalidParameterError: weights and nobody who reads them, or a drafter with layers and no weights.
+        InvalidParameterError: what is no drafter, or no Params; weights and nobody who reads them, or a drafter with
+            layers and no weights.
     """
+    if not isinstance(drafter, AnyDrafter) or not isinstance(draft_params, Params | None):
+        raise InvalidParameterError(
+            f"drafter={drafter!r}, draft_params={type(draft_params).__name__}: give a Drafter, a HostDrafter or None, "
+            "and Params or None"
+        )
     own = drafter if isinstance(drafter, Drafter) else None
     needed = own is not None and bool(own.kv_layers or own.linear_paths)
     if needed != (draft_params is not None):

@@ -318,3 +318,18 @@ def test_drafts_that_are_no_tokens_are_refused_and_stop_nobody(wrong: Any) -> No
             if not own.has_unfinished():
                 break
         assert errors and tokens == expected
+
+
+@pytest.mark.parametrize("wrong", [{"drafter": True}, {"drafter": ngram}, {"draft_params": {"embed": 1}}])
+def test_what_is_no_drafter_is_refused(wrong: Any) -> None:
+    with pytest.raises(InvalidParameterError, match="give a Drafter"):
+        engine(**wrong)
+
+
+@pytest.mark.parametrize("drafts", [torch.zeros(1, 5), torch.zeros(3, 2), None])
+def test_proposals_of_another_shape_are_refused(drafts: Any) -> None:
+    def propose(*given: Any, kernels: Any) -> Any:
+        return None if drafts is None else Proposal(drafts.int())
+
+    with engine(drafter=Drafter(2, propose)) as own, pytest.raises(DrafterError, match="give a Proposal"):
+        own.generate([[1, 2, 3]], GREEDY, progress=False)

@@ -49,6 +49,12 @@ def wide(*tensors: Tensor | None) -> list[Any]:
     return [None if x is None else x.double() for x in tensors]
 
 
+def product_error(ours: Tensor, expected: Tensor, x: Tensor, weight: Tensor) -> float:
+    """Norm-wise, against what such a product weighs: where terms happen to cancel, no more is known than elsewhere."""
+    usual = x.double().norm() * weight.double().norm() / weight.shape[1] ** 0.5
+    return float((ours.double() - expected).norm() / torch.maximum(expected.norm(), usual))
+
+
 def assert_close(ours: Tensor, expected: Tensor) -> None:
     assert ours.shape == expected.shape
     assert relative_error(ours, expected) < ERROR[ours.dtype]
@@ -61,7 +67,7 @@ def test_linear(tokens: int, width: int, outs: int, has_bias: bool, dtype: torch
     bias = normal(outs, dtype=dtype, seed=seed + 2) if has_bias else None
     ours = assert_pure(OURS.linear, x, weight, bias)
     assert ours.dtype == dtype
-    assert_close(ours, reference.linear(*wide(x, weight, bias)))
+    assert product_error(ours, reference.linear(*wide(x, weight, bias)), x, weight) < ERROR[dtype]
 
 
 @few(8)
@@ -73,7 +79,7 @@ def test_logits(tokens: int, width: int, outs: int, dtype: torch.dtype, seed: in
     assert ours.dtype == torch.float32
     # What is not a product of ours was rounded before.
     error = ERROR[torch.float32] if tokens == 1 or (tokens <= 16 and dtype != torch.float32) else ERROR[dtype]
-    assert relative_error(ours, reference.logits(reference, *wide(x, weight))) < error
+    assert product_error(ours, reference.logits(reference, *wide(x, weight)), x, weight) < error
 
 
 @few(12)
@@ -87,7 +93,7 @@ def test_norm_linear(tokens: int, width: int, outs: int, adds: bool, dtype: torc
     _, expected_total = reference.norm_linear(reference, x, residual, gain, 1e-5, weight, bias)
     assert equal(total, expected_total)
     normed = reference.rms_norm(expected_total, gain, 1e-5)
-    assert_close(ours, reference.linear(*wide(normed, weight, bias)))
+    assert product_error(ours, reference.linear(*wide(normed, weight, bias)), normed, weight) < ERROR[dtype]
 
 
 @few(12)

@@ -60,7 +60,8 @@ class GGUFFile:
         raw = np.frombuffer(self.data, np.uint8, tensor.num_bytes, tensor.start)
         kind = GGMLQuantizationType(tensor.type)
         try:
-            values = quants.dequantize(raw.reshape(*tensor.shape[:-1], -1), kind)
+            with np.errstate(all="ignore"):  # numbers out of range are what the file says
+                values = quants.dequantize(raw.reshape(*tensor.shape[:-1], -1), kind)
         except NotImplementedError as error:
             raise ModelLoadError(
                 f"{self.path}: tensor {name} is stored as {kind.name}, which can not be dequantised; "

@@ -223,7 +223,7 @@ def _uniforms(
         (
             words[::every, 0].to(torch.int64) & 0xFFFFFFFF | words[::every, 1].to(torch.int64) << 32
         ).repeat_interleave(places.shape[1])
-        for words in _seed_and_stream(params)
+        for words in params.words
     )
     noise: Tensor = kernels.uniforms(seed, stream, index.flatten(), purpose=purpose, width=width)
     return noise.view(*index.shape, width)
@@ -255,17 +255,11 @@ def _choose(
         kernels,
         processed,
         *parameters,
-        *_seed_and_stream(params),
+        *params.words,
         params.num_output_tokens,
         purpose=DRAW,
         truncated=shape.truncated,
     )
-
-
-def _seed_and_stream(params: BatchParams) -> tuple[Tensor, Tensor]:
-    """The words of both, [reqs, 2] each."""
-    seed, stream = INTS.index("seed_low"), INTS.index("stream_low")
-    return params.ints[:, seed : seed + 2], params.ints[:, stream : stream + 2]
 
 
 def _checked(state: StepState, extras: SamplingExtras | None) -> SamplingExtras:
@@ -279,8 +273,7 @@ def _checked(state: StepState, extras: SamplingExtras | None) -> SamplingExtras:
 
 def _exponential(params: BatchParams, vocab: int, kernels: Kernels) -> Tensor:
     """Exp(1) noise of the batch's draws: float32 [reqs, vocab]."""
-    words = _seed_and_stream(params)
-    return kernels.exponentials(kernels, *words, params.num_output_tokens, purpose=DRAW, width=vocab)  # type: ignore[no-any-return]
+    return kernels.exponentials(kernels, *params.words, params.num_output_tokens, purpose=DRAW, width=vocab)  # type: ignore[no-any-return]
 
 
 def _kept_mass(whole: Tensor, final: Tensor, tokens: Tensor) -> KeptMass:

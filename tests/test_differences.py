@@ -8,7 +8,7 @@ from tests.syntax import ROOT
 
 ROWS = [
     [cell.strip() for cell in line.strip("|\n").split(" | ")]
-    for line in (ROOT / "docs/differences.md").read_text().splitlines()
+    for line in (ROOT / "tests/differences.md").read_text().splitlines()
     if line.startswith("| ") and not line.startswith(("| what |", "| --- "))
 ]
 
@@ -25,4 +25,4 @@ def test_each_line_names_a_section_and_a_test(row: list[str]) -> None:
 
 def test_the_table_is_found_from_the_readme() -> None:
     assert len(ROWS) > 30
-    assert "(docs/differences.md)" in (ROOT / "README.md").read_text()
+    assert "(tests/differences.md)" in (ROOT / "README.md").read_text()

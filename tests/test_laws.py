@@ -104,6 +104,7 @@ def in_block(block: int, contents: dict[int, float]) -> StepState:
     for table in state.block_tables:
         table[0, 0] = block
     state.ledger.num_computed_tokens[0] = 1
+    state.room[0] = 1
     return state
 
 

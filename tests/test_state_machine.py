@@ -4,6 +4,7 @@ Two machines do the same. One runs a toy model whose tokens are foretold in plai
 can go wrong; the other runs a small Llama in float64 and compares each request with its run alone.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, ClassVar
@@ -125,9 +126,9 @@ class Machine(RuleBasedStateMachine):
     num_drafts: ClassVar[Sequence[int]] = (0,)
     worlds: Worlds
 
+    @abstractmethod
     def expected(self, request: Request, streams: Streams) -> tuple[int, ...]:
         """The outputs of a request that runs alone; those of a fork come from its ancestors' streams at first."""
-        raise NotImplementedError
 
     @initialize(
         data=st.data(), canary=st.sampled_from([NAN, 1e9]), lag=st.integers(2, 3), num_reqs=st.integers(2, 4)

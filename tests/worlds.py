@@ -317,10 +317,13 @@ class Worlds:
         return result
 
     def _assert_same_worlds(self, rows: Sequence[int]) -> None:
+        """What the device holds of these rows, alike. One that sits out may have given up the block that it goes on in:
+        it gets a copy before it does, and what lies past its room is somebody else's until then."""
         free, bound = self.state, self.leased.value
         laws.assert_same_rows(free, bound, rows)
         for row in rows:
-            position = torch.arange(int(free.ledger.num_computed_tokens[row]))
+            num_here = min(int(free.ledger.num_computed_tokens[row]), int(free.room[row]))
+            position = torch.arange(num_here)
             for layer, group in enumerate(free.group_of_layer):
                 size = free.block_sizes[group]
                 block = free.block_tables[group][row, position // size].long()

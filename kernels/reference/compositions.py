@@ -72,10 +72,7 @@ def attend_qkv(
     Queries and keys are turned by cos and sin [tokens, dim / 2], after RMS norms over each head with q_gain and
     k_gain [dim] where those are given; eps is the norms'. All else as in `Attend`.
     """
-    num_kv_heads, dim = kv.shape[3:]
-    heads = torch.unflatten(qkv, -1, (-1, dim))
-    num_heads = heads.shape[-2] - 2 * num_kv_heads
-    q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=-2)
+    q, k, v = heads_of(qkv, kv)
     if q_gain is not None and k_gain is not None:
         q, k = kernels.rms_norm(q, q_gain, eps), kernels.rms_norm(k, k_gain, eps)
     q, k = kernels.rotate(q, k, cos, sin)
@@ -94,6 +91,14 @@ def attend_qkv(
         sliding_window=sliding_window,
         soft_cap=soft_cap,
     )
+
+
+def heads_of(qkv: Tensor, kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [tokens, heads, dim] each, out of a projection [tokens, all heads * dim]."""
+    num_kv_heads, dim = kv.shape[3:]
+    heads = torch.unflatten(qkv, -1, (-1, dim))
+    q, k, v = torch.split(heads, [heads.shape[-2] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=-2)
+    return q, k, v
 
 
 def _normed(

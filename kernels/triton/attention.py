@@ -1,6 +1,5 @@
 """Paged attention: this step's keys and values are written first, then every query attends."""
 
-import torch
 from torch import Tensor
 
 from purestep.kernels.reference import compositions
@@ -70,9 +69,7 @@ def attend_qkv(
             k_gain=k_gain, eps=eps, max_query_len=max_query_len, max_seq_len=max_seq_len, scale=scale,
             sliding_window=sliding_window, soft_cap=soft_cap,
         )  # fmt: skip
-    num_kv_heads, dim = kv.shape[3:]
-    heads = torch.unflatten(qkv, -1, (-1, dim))
-    q, k, v = torch.split(heads, [heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
+    q, k, v = compositions.heads_of(qkv, kv)
     rotation = Rotation(cos.contiguous(), sin.contiguous(), q_gain, k_gain, eps)
     check_rotation("attend_qkv", q, rotation)
     return _attend(

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from purestep.kernels.reference import compositions
 from purestep.kernels.triton.mixed import mixed
 from purestep.kernels.triton.rotation import Rotation, check_rotation, turn_and_write
 from purestep.kernels.triton.shared import check_floats, check_rows
@@ -61,9 +62,7 @@ def attend_qkv(
     soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`attend` with the heads of qkv, normed and turned on their way into the cache."""
-    num_kv_heads, dim = kv.shape[3:]
-    heads = torch.unflatten(qkv, -1, (-1, dim))
-    q, k, v = torch.split(heads, [heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
+    q, k, v = compositions.heads_of(qkv, kv)
     rotation = Rotation(cos.contiguous(), sin.contiguous(), q_gain, k_gain, eps)
     check_rotation("attend_qkv", q, rotation)
     q = turn_and_write(q, k, v, kv, slot_mapping, rotation)

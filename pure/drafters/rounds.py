@@ -183,9 +183,7 @@ def _pick(
     params = batch_params(state, kernels=kernels)
     is_greedy = params["temperature"] < GREEDY_BELOW
     scaled = kernels.scale_by_temperature(logits, params["temperature"])
-    seed = params["seed_low"].to(torch.int64) & 0xFFFFFFFF | params["seed_high"].to(torch.int64) << 32
-    stream = params["stream_low"].to(torch.int64) & 0xFFFFFFFF | params["stream_high"].to(torch.int64) << 32
-    index = params.num_output_tokens + place
-    noise = kernels.uniforms(seed, stream, index, purpose=PROPOSE, width=logits.shape[-1])
-    drawn = kernels.draw(scaled, -noise.log().to(scaled.dtype))
+    index, vocab = params.num_output_tokens + place, logits.shape[-1]
+    noise = kernels.exponentials(kernels, *params.words, index, purpose=PROPOSE, width=vocab)
+    drawn = kernels.draw(scaled, noise.to(scaled.dtype))
     return torch.where(is_greedy, best, drawn), scaled.softmax(-1)

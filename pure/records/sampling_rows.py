@@ -68,6 +68,12 @@ class BatchParams:
         """Entries of each request."""
         return 1 if self.drafts is None else 1 + self.drafts.shape[1]
 
+    @property
+    def words(self) -> tuple[Tensor, Tensor]:
+        """Low and high words of seeds and of streams, [logits, 2] each."""
+        seed, stream = INTS.index("seed_low"), INTS.index("stream_low")
+        return self.ints[:, seed : seed + 2], self.ints[:, stream : stream + 2]
+
     def __getitem__(self, name: str) -> Tensor:
         """One parameter of all requests."""
         return self.floats[:, FLOATS.index(name)] if name in FLOATS else self.ints[:, INTS.index(name)]

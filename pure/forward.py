@@ -18,8 +18,11 @@ def preprocess(
     *,
     inputs_embeds: Float[Tensor, "tokens hidden"] | None = None,
     intermediate: IntermediateTensors | None = None,
+    wanted: Int[Tensor, " wanted"] | None = None,
 ) -> ModelInputs:
     """What the model reads: token ids, or embeddings in their place where they are given.
+
+    `wanted` are the tokens whose hidden states are asked for, all by default.
 
     Source: vllm/v1/worker/gpu_model_runner.py, `_preprocess`.
     """
@@ -28,6 +31,7 @@ def preprocess(
         positions=inputs.positions,
         inputs_embeds=inputs_embeds,
         intermediate=intermediate,
+        wanted=wanted,
     )
 
 
@@ -43,6 +47,7 @@ def model_forward(
 ) -> tuple[Float[Tensor, "tokens hidden"], tuple[Tensor, ...]]:
     """Hidden states of every token, and the KV cache (one tensor a layer) with this step's keys and values.
 
+    Where the inputs name wanted tokens, and the model `narrows`, hidden states are those of these tokens alone.
     `call` applies a piece; replaying a captured piece is another way to do it.
     """
     carried: tuple[Tensor, ...] = ()
@@ -64,16 +69,16 @@ def compute_logits(
     model: Model,
     params: Params,
     hidden: Float[Tensor, "tokens hidden"],
-    logits_indices: Int[Tensor, " logits"],
+    logits_indices: Int[Tensor, " logits"] | None,
     *,
     kernels: Kernels,
     call: Callable[..., Any] = apply,
 ) -> Float[Tensor, "logits vocab"]:
-    """Logits of the tokens in `logits_indices`, in float32 or wider: the head is applied to those rows alone.
+    """Logits of the tokens in `logits_indices` (None: all), in float32 or wider: the head is applied to those alone.
 
     Source: vllm/model_executor/layers/logits_processor.py.
     """
-    chosen = hidden.index_select(0, logits_indices)
+    chosen = hidden if logits_indices is None else hidden.index_select(0, logits_indices)
     if model.head is not None:
         (chosen,) = call(model.head, model.head.weights(params.tree), (chosen,), None, kernels=kernels)
     return chosen.to(torch.promote_types(chosen.dtype, torch.float32))

@@ -35,18 +35,22 @@ def execute(
     kernels: Kernels,
     call: Callable[..., Any] = apply,
     intermediate: IntermediateTensors | None = None,
+    narrow: bool = False,
 ) -> ExecuteModelState:
     """The step up to logits. It consumes the state and hands it on inside what it returns.
 
-    `intermediate` is what a later pipeline stage takes in.
+    `intermediate` is what a later pipeline stage takes in. To `narrow` is to give up hidden states of tokens that have
+    no logits, so that the last layer may leave them out.
     Source: vllm/v1/worker/gpu_model_runner.py execute_model.
     """
     state = absorb(state, kernels=kernels)
     inputs = prepare_inputs(state, kernels=kernels)
     metadata = build_attention_metadata(state, inputs, kernels=kernels)
-    read = preprocess(inputs, intermediate=intermediate)
+    indices = inputs.logits_indices
+    narrow = narrow and model.narrows and indices.shape[0] < inputs.positions.shape[0]
+    read = preprocess(inputs, intermediate=intermediate, wanted=indices if narrow else None)
     hidden, kv = model_forward(model, params, read, state.kv, metadata, kernels=kernels, call=call)
-    logits = compute_logits(model, params, hidden, inputs.logits_indices, kernels=kernels, call=call)
+    logits = compute_logits(model, params, hidden, None if narrow else indices, kernels=kernels, call=call)
     return ExecuteModelState(state=replace(state, kv=kv), inputs=inputs, logits=logits, hidden_states=hidden)
 
 
@@ -74,7 +78,7 @@ def step(
 
     Where drafts were verified those that stand are kept before it; with a drafter the next step's are proposed.
     """
-    executed = execute(model, params, state, kernels=kernels)
+    executed = execute(model, params, state, kernels=kernels, narrow=drafter is None)
     state, output = sample(executed, kernels=kernels)
     return propose(drafter, params, executed, state, output, kernels=kernels)
 

@@ -38,7 +38,12 @@ def llama(config: ModelConfig, *, name: str = "llama", groups: tuple[int, ...] |
                 group=groups[i],
                 config=config,
             ),
-            Piece(name=f"layers.{i}.after", function=after_attention, path=path, config=config),
+            Piece(
+                name=f"layers.{i}.after",
+                function=after_last_attention if i == config.num_layers - 1 else after_attention,
+                path=path,
+                config=config,
+            ),
         ]
     pieces.append(Piece(name="norm", function=norm, path=("norm",), config=config))
     shape = config.attention
@@ -64,6 +69,7 @@ def llama(config: ModelConfig, *, name: str = "llama", groups: tuple[int, ...] |
         max_position_embeddings=config.max_position_embeddings,
         config=config,
         linear_paths=(*linear_paths, head_path),
+        narrows=True,
     )
 
 
@@ -141,6 +147,16 @@ def after_attention(
         kernels, hidden, residual, weights["post_norm"], piece.config.rms_norm_eps, weights["gate_up"]
     )
     return cos, sin, kernels.linear(hidden, weights["down"], None), residual
+
+
+def after_last_attention(
+    piece: Piece, weights: dict[str, Tensor], carried: Carried, inputs: ModelInputs, *, kernels: Kernels
+) -> Carried:
+    """`after_attention` of the wanted tokens alone: no later layer attends to the others."""
+    if inputs.wanted is not None:
+        out, cos, sin, residual = carried
+        carried = (out.index_select(0, inputs.wanted), cos, sin, residual.index_select(0, inputs.wanted))
+    return after_attention(piece, weights, carried, inputs, kernels=kernels)
 
 
 def norm(

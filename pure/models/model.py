@@ -62,6 +62,7 @@ class Model:
     max_position_embeddings: int
     config: Any = None  # what the pieces were made from
     linear_paths: tuple[tuple[str | int, ...], ...] = ()  # leaves that nothing but linear (and embed) reads
+    narrows: bool = False  # its pieces obey `ModelInputs.wanted`
 
 
 def prepare_params(model: Model, params: Params, *, kernels: Kernels) -> Params:

@@ -79,6 +79,7 @@ def _stage(model: Model, first: int, end: int) -> Model:
         pieces=(begins, *pieces, ends),
         head=model.head if is_last else None,
         kv_layers=model.kv_layers[first:end],
+        narrows=model.narrows and is_last,
         linear_paths=tuple(
             [path for path in model.linear_paths if path[:2] in own or (is_last and path[0] != "layers")]
         ),

@@ -47,6 +47,7 @@ class ModelInputs:
     positions: Int[Tensor, " tokens"]
     inputs_embeds: Tensor | None = None
     intermediate: "IntermediateTensors | None" = None
+    wanted: Int[Tensor, " wanted"] | None = None  # the tokens whose hidden states are asked for; None: all
 
 
 @record

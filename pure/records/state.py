@@ -106,6 +106,6 @@ class ExecuteModelState:
     state: StepState
     inputs: StepInputs
     logits: Tensor | None  # [logits, vocab]
-    hidden_states: Tensor
+    hidden_states: Tensor  # [tokens, hidden]; [logits, hidden] where no others were asked for
     sample_hidden_states: Tensor | None = None
     aux_hidden_states: tuple[Tensor, ...] | None = attrs.field(default=None)

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
@@ -10,6 +12,7 @@ from purestep.kernels.reference import reference
 from purestep.pure.forward import compute_logits, model_forward, preprocess
 from purestep.pure.models.model import Model
 from purestep.pure.models.names import to_hf_views
+from purestep.pure.record import replace
 from purestep.pure.records.inputs import StepInputs
 from purestep.pure.records.params import Params
 from tests.laws import assert_pure, equal
@@ -144,6 +147,20 @@ def test_logits_are_computed_for_chosen_rows_alone() -> None:
     logits = compute_logits(run.model, run.params, hidden, wanted, kernels=reference, call=call)
     assert equal(seen, [hidden[wanted]])
     assert torch.equal(logits, hidden[wanted] @ run.params.tree["head"].T)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3 with biases, tied"])
+@given(st.lists(st.integers(0, 5), max_size=8))
+def test_wanted_tokens_have_the_hidden_states_that_they_have_among_all(
+    family: str, wanted: list[int]
+) -> None:
+    """In their order, once for each time they are named; keys and values are written of every token all the same."""
+    run, rows = Pass(family, 4), torch.tensor(wanted, dtype=torch.int64)
+    every, kv = model_forward(run.model, run.params, run.inputs, run.kv, run.metadata, kernels=reference)
+    inputs = replace(run.inputs, wanted=rows)
+    hidden, written = model_forward(run.model, run.params, inputs, run.kv, run.metadata, kernels=reference)
+    assert torch.allclose(hidden, every[rows], rtol=1e-5, atol=1e-5)
+    assert equal(written, kv)
 
 
 def test_preprocess_gives_ids_or_embeddings() -> None:

@@ -158,6 +158,26 @@ def test_a_step_is_execute_and_then_sample() -> None:
     assert equal(in_two, assert_pure(step, MODEL, PARAMS, state, kernels=reference))
 
 
+def test_a_narrow_execution_has_the_same_logits_of_fewer_hidden_states() -> None:
+    """A prefill, whose last layer is computed for three of its tokens: as a step does it."""
+    loop = Loop(MODEL, PARAMS, WIDE)
+    blocks = [tuple(tuple(range(1 + 8 * i, 5 + 8 * i)) for _ in WIDE.block_sizes) for i in range(3)]
+    params = SamplingParams(temperature=0)
+    new = [new_request(name, tuple(range(5 + i)), blocks[i], params) for i, name in enumerate("abc")]
+    loop.batch = update_states(loop.batch, scheduled(*new, counts={"a": 5, "b": 4, "c": 7}))
+    state = replace(loop.state, inbox=plan_step(loop.batch, loop.absorbed).inbox.to("cpu"))
+    every = execute(MODEL, PARAMS, state, kernels=reference)
+    narrow = assert_pure(execute, MODEL, PARAMS, state, kernels=reference, narrow=True)
+    assert every.hidden_states.shape[0] == 16
+    rows = every.inputs.logits_indices
+    assert torch.allclose(narrow.hidden_states, every.hidden_states[rows], rtol=1e-5, atol=1e-6)
+    assert torch.allclose(narrow.logits, every.logits, rtol=1e-5, atol=1e-5)
+    assert equal(narrow.state, every.state)
+    assert equal(sample(narrow, kernels=reference), step(MODEL, PARAMS, state, kernels=reference))
+    decoding = decoding_state(three())
+    assert equal(*[execute(MODEL, PARAMS, decoding, kernels=reference, narrow=n) for n in (True, False)])
+
+
 @pytest.mark.parametrize("num_steps", [0, 1, 5])
 def test_unroll_is_that_many_steps(num_steps: int) -> None:
     """The same state and outputs to the last bit."""

@@ -13,7 +13,7 @@ from purestep.kernels.record import record
 
 SHORT = 512  # keys up to which a request may be computed as if it were longer, without a loss worth a call
 GATHERED_BYTES = 8 * 2**20  # of keys and values that decodes gather at once, to read them again while cached
-QUERY_TILE = 512  # queries of a chunk that share a mask
+QUERY_TILE = 256  # queries that see the same keys: what some of them must not see is computed all the same
 KEYS_THEN_VALUES = torch.tensor([[0], [1]], dtype=torch.int32)  # the two planes of a block
 
 
@@ -135,21 +135,24 @@ def _prompt(
 ) -> Tensor:
     """All queries of one request, q [tokens, heads, dim], the last of them at position length - 1."""
     window, num_queries = form.sliding_window, len(q)
-    is_whole = length == num_queries and (window is None or window >= length)
-    if is_whole and form.soft_cap is None and k.dtype == kv.dtype:
-        return _one_request(q, k.transpose(0, 1), v.transpose(0, 1), None, form)
+    is_whole = length == num_queries and k.dtype == kv.dtype  # every key is at hand
     out = torch.empty_like(q)
     for begin in range(0, num_queries, QUERY_TILE):
         tile = q[begin : begin + QUERY_TILE]
         first = length - num_queries + begin
         end = first + len(tile)
         start = 0 if window is None else max(0, first - window + 1)
-        keys, values = _gather(kv, table[None], start, end)
-        query, position = torch.arange(first, end)[:, None], torch.arange(start, end)
-        visible = position <= query
-        if window is not None:
-            visible &= position > query - window
-        out[begin : begin + QUERY_TILE] = _one_request(tile, keys[0], values[0], visible, form)
+        if is_whole:
+            keys, values = k[start:end].transpose(0, 1), v[start:end].transpose(0, 1)
+        else:
+            keys, values = (x[0] for x in _gather(kv, table[None], start, end))
+        visible = None
+        if first or form.soft_cap is not None or (window is not None and window < end):
+            query, position = torch.arange(first, end)[:, None], torch.arange(start, end)
+            visible = position <= query
+            if window is not None:
+                visible &= position > query - window
+        out[begin : begin + QUERY_TILE] = _one_request(tile, keys, values, visible, form)
     return out
 
 

@@ -22,9 +22,11 @@ from purestep.pure.verify import verified_by_chance, verified_greedily, without_
 NOTHING = SamplingExtras()
 
 
-def batch_params(state: StepState, *, kernels: Kernels) -> BatchParams:
-    """What sampling needs to know of each request of the batch."""
+def batch_params(state: StepState, *, kernels: Kernels, num_places: int = 1) -> BatchParams:
+    """What sampling needs to know of each request of the batch, once for each of its `num_places` rows of logits."""
     rows = state.layout.row_of_index
+    if num_places > 1:
+        rows = rows.repeat_interleave(num_places)
     sampling, ledger = state.sampling, state.ledger
     words, floats, num_known_tokens, num_output_tokens = kernels.take_rows(
         (sampling.table, sampling.floats, ledger.num_known_tokens, ledger.num_output_tokens), rows
@@ -39,16 +41,13 @@ def batch_params(state: StepState, *, kernels: Kernels) -> BatchParams:
 
 
 def _params_at_places(params: BatchParams, drafts: Int[Tensor, "reqs drafts"]) -> BatchParams:
-    """The same of each request's 1 + drafts rows of logits; those behind its last draft are as the one before."""
+    """The same of 1 + drafts rows of logits each, counting the drafts before; behind the last nothing changes."""
     place = torch.arange(drafts.shape[1] + 1, device=drafts.device)
     ahead = torch.minimum(place, (drafts >= 0).sum(-1, keepdim=True)).flatten().to(torch.int32)
-    every = place.numel()
-    return BatchParams(
-        floats=params.floats.repeat_interleave(every, 0),
-        ints=params.ints.repeat_interleave(every, 0),
-        banned_ids=params.banned_ids.repeat_interleave(every, 0),
-        num_known_tokens=params.num_known_tokens.repeat_interleave(every, 0) + ahead,
-        num_output_tokens=params.num_output_tokens.repeat_interleave(every, 0) + ahead,
+    return replace(
+        params,
+        num_known_tokens=params.num_known_tokens + ahead,
+        num_output_tokens=params.num_output_tokens + ahead,
         drafts=drafts,
     )
 
@@ -74,23 +73,13 @@ def sample_tokens(
     """
     assert executed.logits is not None
     state, logits, extras = executed.state, executed.logits, _checked(executed.state, extras)
-    shape, params = state.layout.bounds.sampler, batch_params(state, kernels=kernels)
-    if executed.inputs.drafts is not None:
-        return _verified(executed, _params_at_places(params, executed.inputs.drafts), extras, kernels)
+    drafts, shape = executed.inputs.drafts, state.layout.bounds.sampler
+    params = batch_params(state, kernels=kernels, num_places=1 if drafts is None else 1 + drafts.shape[1])
+    if drafts is not None:
+        return _verified(executed, _params_at_places(params, drafts), extras, kernels)
     processed = constrain(state, params, logits, extras, kernels)
     picked = _pick(state, params, processed, extras, exponential, kernels)
-    is_best = picked.best is not None and processed is logits
-    token_ids, stops, has_nan = kernels.judge(
-        kernels,
-        logits,
-        picked.best if is_best else kernels.greedy(logits),
-        picked.chosen_from,
-        picked.tokens,
-        params.banned_ids,
-        params["num_stop_ids"],
-        params["min_tokens"],
-        params.num_output_tokens,
-    )
+    token_ids, stops, has_nan = _judge(params, logits, processed, picked, kernels)
     on_the_way = (logits, processed, picked.final)
     logprobs, id_logprobs = _logprobs(shape, params, on_the_way, picked.tokens, extras, kernels)
     return SampledTokens(
@@ -139,6 +128,24 @@ def _pick(
     return Picked(tokens, None, chosen_from, whole, final)
 
 
+def _judge(
+    params: BatchParams, logits: Tensor, processed: Tensor, picked: Picked, kernels: Kernels
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens as int32, whether they stop their rows, and whether the rows of logits had no distribution."""
+    is_best = picked.best is not None and processed is logits
+    return kernels.judge(  # type: ignore[no-any-return]
+        kernels,
+        logits,
+        picked.best if is_best else kernels.greedy(logits),
+        picked.chosen_from,
+        picked.tokens,
+        params.banned_ids,
+        params["num_stop_ids"],
+        params["min_tokens"],
+        params.num_output_tokens,
+    )
+
+
 def _verified(
     executed: ExecuteModelState, params: BatchParams, extras: SamplingExtras, kernels: Kernels
 ) -> SampledTokens:
@@ -163,12 +170,13 @@ def _verified(
         whole, final = _drawn_from(state, params, processed, extras, kernels)
         is_greedy = params["temperature"] < GREEDY_BELOW
         left = torch.where(is_greedy, processed.amax(-1), final.amax(-1).to(processed.dtype))
-        picked = kernels.greedy(processed)
+        picked, stops = kernels.greedy(processed), None
+        is_sound = by_request((logits.amax(-1) < float("inf")) & (left > float("-inf")))
     else:
         found = _pick(state, params, processed, extras, None, kernels)
         picked, whole, final = found.tokens, found.whole, found.final
-        left = found.chosen_from.gather(-1, picked[:, None])[:, 0]
-    is_sound = by_request((logits.amax(-1) < float("inf")) & (left > float("-inf")))
+        _, stops, is_unsound = _judge(params, logits, processed, found, kernels)
+        is_sound = by_request(~is_unsound)
     tokens = verified_greedily(by_request(picked), is_sound, drafts, uniforms, rates=rates, kernels=kernels)
     if by_chance:
         probs = state.draft_probs
@@ -181,9 +189,11 @@ def _verified(
     tokens, has_nan = without_unsound(tokens, is_sound)
     told = tokens.flatten().clamp(min=0)
     logprobs, id_logprobs = _logprobs(shape, params, (logits, processed, final), told, extras, kernels)
+    if stops is None or rates:  # what was kept is not what was picked
+        stops = _stops(params, told)
     return SampledTokens(
         token_ids=tokens,
-        stops=by_request(_stops(params, told)),
+        stops=by_request(stops),
         has_nan=has_nan,
         logprobs_tensors=logprobs,
         id_logprobs=id_logprobs,

@@ -26,10 +26,13 @@ from purestep.kernels.triton.softmax import (
 )
 
 
-def mixed_tile(dtype: torch.dtype, head_dim: int, group: int) -> Tile:
-    """The tile for a head size; at least as many rows as heads share a key head."""
+def mixed_tile(dtype: torch.dtype, head_dim: int, group: int, *, is_short: bool = False) -> Tile:
+    """The tile for a head size; at least as many rows as heads share a key head. `is_short`: of requests that have few
+    queries, as in the verification of drafts (tests/bench/results/h200_speculation.json)."""
     if is_wide(dtype):
         tile = Tile(32 if head_dim <= 64 else 16, 32 if head_dim <= 32 else 16, num_warps=4, num_stages=2)
+    elif is_short and head_dim <= 128:
+        tile = Tile(64, 32, num_warps=4, num_stages=5)
     elif head_dim <= 64:
         tile = Tile(128, 64, num_warps=4, num_stages=3)
     elif head_dim <= 128:

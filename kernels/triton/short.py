@@ -35,9 +35,9 @@ def few_queries(group: int) -> int:
     return max(1, min(MOST_QUERIES, MOST_ROWS // rows))
 
 
-def is_short(num_tokens: int, num_reqs: int, num_kv_heads: int, group: int) -> bool:
-    """Whether requests with few queries are `short`'s in a batch of this shape: small, and few queries on average."""
-    return num_tokens <= num_reqs * few_queries(group) and num_parts(num_reqs, num_kv_heads) > 1
+def is_short(num_tokens: int, num_reqs: int, group: int) -> bool:
+    """Whether requests have few queries on average in a batch of this shape."""
+    return num_tokens <= num_reqs * few_queries(group)
 
 
 def short_tile(dtype: torch.dtype, head_dim: int, group: int) -> Tile:

@@ -48,8 +48,7 @@ def constrains_in_place(state: StepState, params: BatchParams, logits: Tensor, *
 
 def counts_no_drafts(params: BatchParams, drafts: Tensor) -> BatchParams:
     found: BatchParams = _params_at_places(params, drafts)
-    outputs = params.num_output_tokens.repeat_interleave(found.num_places)
-    return replace(found, num_output_tokens=outputs)
+    return replace(found, num_output_tokens=params.num_output_tokens)
 
 
 def leaves_out_requests_without_drafts(state: StepState, *, kernels: Kernels) -> StepInputs:

@@ -129,6 +129,7 @@ def _batches(seed: int) -> list[tuple[str, list[tuple[int, int]], dict[str, Any]
         ("decode of one", [(1777, 1)], {}),
         ("decode", decodes, {}),
         ("a few queries", [(1777, 5), (0, 3), (300, 8), (33, 2), (8, 8), (9, 1)], {"soft_cap": 20.0}),
+        ("a few queries of many", [(length, 1 + length % 6) for length, _ in decodes], {}),
         ("decode with window and cap", decodes, {"sliding_window": 100, "soft_cap": 20.0}),
         ("mixed", chunks, {}),
         ("mixed with window and cap", chunks, {"sliding_window": 100, "soft_cap": 20.0, "block_size": 32}),

@@ -284,11 +284,11 @@ def test_large_batches(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) 
     ]
     for count, form in forms:
         longest = 3000 if count < 100 else 700
-        decodes, chunks = (
-            random_requests(count, longest, 1, count),
-            random_requests(count, longest, 200, count),
+        decodes, shorts, chunks = (
+            random_requests(count, longest, most_queries, count) for most_queries in (1, 5, 200)
         )
         check(attention_case(decodes, **shape, **form), dtype)
+        check(attention_case(shorts, **shape, **form), dtype)
         check(attention_case([(longest, longest), *chunks], **shape, **form), dtype)
 
 

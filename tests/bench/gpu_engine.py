@@ -1,6 +1,7 @@
 """The engine on this GPU: captured steps against eager ones and the CPU's, then `purestep bench` with its targets.
 
     PYTHONPATH=.ci/src:.ci/test python -P tests/bench/gpu_engine.py OUT.json [--shapes 1B 8B] [--batches 1 8 64 256]
+        [--what decode prefill sampled startup host capture] [--peers]
 
 How things are timed is said in `purestep.state.bench.methods`. Random weights, bfloat16. The exit status is 1 if tokens
 differ.
@@ -25,7 +26,8 @@ from purestep.state.bench.clocks import clock_of
 from purestep.state.bench.floors import measure_rates
 from purestep.state.bench.measure import WHAT, Wanted, measure
 from purestep.state.bench.methods import GPU_METHOD
-from purestep.state.bench.report import label, shown
+from purestep.state.bench.peers import installed
+from purestep.state.bench.report import OWN, label, shown
 from purestep.state.bench.rows import Row, about
 from purestep.state.bench.shapes import SHAPES, Subject
 from purestep.state.engine import Engine
@@ -114,22 +116,27 @@ def with_targets(rows: Iterable[Row]) -> Iterator[dict[str, Any]]:
     """The rows as they are written, each with its target if it has one; a sampled step's is ours without sampling."""
     greedy: dict[int | None, float] = {}
     for row in rows:
-        target = None
-        if row.bench == "decode" and row.level == "engine":
-            target = DECODE[row.shape].get(row.batch or 0)
-            greedy[row.batch] = row.value or 0.0
-        elif row.bench == "sampled" and row.batch in greedy:
-            target = SAMPLED * greedy[row.batch]
-        elif row.bench == "prefill":
-            target = PREFILL[row.shape]
-        elif row.bench == "startup" and row.facts["caches"] == "cold":
-            target = STARTUP.get(row.shape)
-        elif row.bench == "host" and row.level == "step":
-            target = RUN_US
+        target = _target(row, greedy) if row.who == OWN else None
         share = "" if row.share is None else f"{row.share:6.1%} of what the device allows"
         wanted = "" if target is None else f"target {shown(row, target)}"
-        print(f"{row.shape:5} {label(row):24} {shown(row, row.value):>16}  {share:34} {wanted}", flush=True)
+        who = "" if row.who == OWN else row.who
+        print(
+            f"{row.shape:5} {label(row):24} {shown(row, row.value):>16}  {share:34} {wanted}{who}", flush=True
+        )
         yield row.as_json() | {"target": target}
+
+
+def _target(row: Row, greedy: dict[int | None, float]) -> float | None:
+    if row.bench == "decode" and row.level == "engine":
+        greedy[row.batch] = row.value or 0.0
+        return DECODE[row.shape].get(row.batch or 0)
+    if row.bench == "sampled" and row.batch in greedy:
+        return SAMPLED * greedy[row.batch]
+    if row.bench == "prefill":
+        return PREFILL[row.shape]
+    if row.bench == "startup" and row.facts["caches"] == "cold":
+        return STARTUP.get(row.shape)
+    return RUN_US if row.bench == "host" and row.level == "step" else None
 
 
 def main() -> int:
@@ -138,6 +145,9 @@ def main() -> int:
     parser.add_argument("--shapes", nargs="*", default=["1B"], choices=list(DECODE))
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 8, 64, 256])
     parser.add_argument("--what", nargs="*", default=[*WHAT, "capture"], choices=[*WHAT, "capture"])
+    parser.add_argument(
+        "--peers", action="store_true", help="installed engines beside ours, which takes minutes"
+    )
     options = parser.parse_args()
 
     rows = check_equal()
@@ -149,6 +159,7 @@ def main() -> int:
             method=GPU_METHOD,
             what=tuple([what for what in options.what if what != "capture"]),
             batches=tuple(options.batches),
+            peers=installed() if options.peers else (),
         )
         if wanted.what:
             rows += with_targets(measure(wanted, rates=rates))

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from purestep.kernels.reference import compositions
-from purestep.kernels.triton.decode import decode, decode_tile, num_parts
+from purestep.kernels.triton.decode import decode, decode_tile
 from purestep.kernels.triton.dense import rms_norm, rotate
 from purestep.kernels.triton.mixed import mixed, mixed_tile
 from purestep.kernels.triton.rotation import Rotation, check_rotation, turn_and_write
@@ -120,12 +120,11 @@ def _attend(
         q = turn_and_write(q, k, v, kv, slot_mapping, rotation)
     if q.shape[0] == 0 or seq_lens.shape[0] == 0:
         return q.new_zeros(q.shape), kv
-    are_few, others = is_short(q.shape[0], seq_lens.shape[0], group), None
-    splits = are_few and num_parts(seq_lens.shape[0], kv.shape[3]) > 1
-    if not splits or max_query_len > few_queries(group):
-        tile = mixed_tile(q.dtype, dim, group, is_short=are_few and not splits)
+    are_few, others = is_short(q.shape[0], seq_lens.shape[0], kv.shape[3], group), None
+    if not are_few or max_query_len > few_queries(group):
+        tile = mixed_tile(q.dtype, dim, group, q.shape[0] // seq_lens.shape[0])
         others = mixed(q, kv, *batch, form=form, tile=tile)
-        if not splits:
+        if not are_few:
             return others, kv
     tile = short_tile(q.dtype, dim, group)
     return short(q, kv, *batch, max_seq_len=max_seq_len, form=form, tile=tile, out=others), kv

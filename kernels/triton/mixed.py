@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from purestep.kernels.triton.shared import INTERPRETED, rounded
+from purestep.kernels.triton.shared import INTERPRETED, early_launch, rounded, take_turn
 from purestep.kernels.triton.softmax import (
     ScoreForm,
     Tile,
@@ -25,21 +25,27 @@ from purestep.kernels.triton.softmax import (
     take_in,
 )
 
+FEW_QUERIES = 8  # as in the verification of drafts, or with next to nothing but decoding requests
+MANY_QUERIES = 256  # as in prefill
 
-def mixed_tile(dtype: torch.dtype, head_dim: int, group: int, *, is_short: bool = False) -> Tile:
-    """The tile for a head size; at least as many rows as heads share a key head. `is_short`: of requests that have few
-    queries, as in the verification of drafts (tests/bench/results/h200_speculation.json)."""
+
+def mixed_tile(dtype: torch.dtype, head_dim: int, group: int, queries: int) -> Tile:
+    """The tile for a head size and so many queries a request, on average; at least as many rows as heads share a key
+    head. Narrow types: what was fastest on an H200 (tests/bench/results/h200_attention.json).
+    """
     if is_wide(dtype):
         tile = Tile(32 if head_dim <= 64 else 16, 32 if head_dim <= 32 else 16, num_warps=4, num_stages=2)
-    elif is_short and head_dim <= 128:
-        tile = Tile(64, 32, num_warps=4, num_stages=5)
-    elif head_dim <= 64:
-        tile = Tile(128, 64, num_warps=4, num_stages=3)
-    elif head_dim <= 128:
-        tile = Tile(128, 64, num_warps=8, num_stages=3)
-    else:
+    elif head_dim > 128:
         tile = Tile(64, 32, num_warps=4, num_stages=2)
-    rows = max(tile.rows, triton.next_power_of_2(group))
+    elif queries <= FEW_QUERIES and head_dim <= 64:
+        tile = Tile(64, 32, num_warps=4, num_stages=5)
+    elif queries <= FEW_QUERIES:
+        tile = Tile(max(16, FEW_QUERIES * group), 128, num_warps=4, num_stages=3)
+    elif queries < MANY_QUERIES or head_dim <= 64:
+        tile = Tile(64, 64, num_warps=4, num_stages=3)
+    else:
+        tile = Tile(256, 64, num_warps=8, num_stages=3)
+    rows = triton.next_power_of_2(max(tile.rows, group))
     return Tile(rows, tile.keys, tile.num_warps, tile.num_stages)
 
 
@@ -69,7 +75,7 @@ def mixed(
         block_table.shape[1], *q.stride()[:2], *kv.stride()[:4], block_table.stride(0),
         HEADS=num_heads, DIM=dim, WIDTH=lanes(dim), BLOCK_SIZE=kv.shape[2], KEYS=tile.keys,
         WINDOW=form.window, GROUP=group, ROWS=tile.rows, QUERIES=queries, HAS_CAP=form.cap > 0,
-        STAGES=tile.num_stages, num_warps=tile.num_warps, enable_fp_fusion=fuses,
+        STAGES=tile.num_stages, num_warps=tile.num_warps, enable_fp_fusion=fuses, **early_launch(),
     )  # fmt: skip
     return out
 
@@ -97,8 +103,13 @@ def _mixed(
     q_head, kv_block, kv_plane, kv_slot, kv_head, table_row, HEADS: tl.constexpr, DIM: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, QUERIES: tl.constexpr, HAS_CAP: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    group, tile = tl.program_id(0), tl.program_id(1)
+    take_turn(EARLY)
+    group, tile = (
+        tl.program_id(0),
+        tl.num_programs(1) - 1 - tl.program_id(1),
+    )  # those with the most keys begin first
     request = _request_of(query_start_loc, tile, num_reqs, QUERIES)
     is_request = request < num_reqs
     start = tl.load(query_start_loc + request)

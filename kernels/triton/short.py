@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from purestep.kernels.triton.decode import LONGEST_PART, join_parts, num_parts, parts_of
-from purestep.kernels.triton.shared import INTERPRETED, rounded
+from purestep.kernels.triton.shared import INTERPRETED, early_launch, rounded, take_turn
 from purestep.kernels.triton.softmax import (
     ScoreForm,
     Tile,
@@ -25,8 +25,10 @@ from purestep.kernels.triton.softmax import (
     take_in,
 )
 
+SMALLEST_TILE = 16  # rows that tensor cores take
 MOST_ROWS = 64  # queries times heads of a group
 MOST_QUERIES = 8
+FEWEST_PARTS = 8  # that keys are split into, if at all: else one pass over them is faster
 
 
 def few_queries(group: int) -> int:
@@ -35,14 +37,18 @@ def few_queries(group: int) -> int:
     return max(1, min(MOST_QUERIES, MOST_ROWS // rows))
 
 
-def is_short(num_tokens: int, num_reqs: int, group: int) -> bool:
-    """Whether requests have few queries on average in a batch of this shape."""
-    return num_tokens <= num_reqs * few_queries(group)
+def is_short(num_tokens: int, num_reqs: int, num_kv_heads: int, group: int) -> bool:
+    """Whether requests with few queries are `short`'s in a batch of this shape: few queries on average, and so small
+    that keys are split, or so large that they are not and a group's queries fill the smallest tile."""
+    if num_tokens > num_reqs * few_queries(group):
+        return False
+    parts = num_parts(num_reqs, num_kv_heads)
+    return parts >= FEWEST_PARTS or (parts == 1 and group * few_queries(group) <= SMALLEST_TILE)
 
 
 def short_tile(dtype: torch.dtype, head_dim: int, group: int) -> Tile:
     """The tile for a head size: rows for all queries that are few."""
-    rows = max(16, triton.next_power_of_2(group * few_queries(group)))
+    rows = max(SMALLEST_TILE, triton.next_power_of_2(group * few_queries(group)))
     if is_wide(dtype):
         return Tile(rows, keys=32 if head_dim <= 64 else 16, num_warps=4, num_stages=2)
     return Tile(rows, keys=64 if head_dim <= 128 else 32, num_warps=4, num_stages=3)
@@ -70,42 +76,45 @@ def short(
     few, parts = few_queries(group), num_parts(num_reqs, num_kv_heads)
     span = min(max_seq_len, form.window + few - 1) if form.window else max_seq_len
     splits, places = parts_of(span, parts, tile.keys), num_reqs * few
-    partial = torch.empty(num_tokens, num_heads, splits, dim, dtype=torch.float32, device=q.device)
-    mass = torch.empty(num_tokens, num_heads, splits, 2, dtype=torch.float32, device=q.device)
-    fixed = dict(HEADS=num_heads, DIM=dim, WIDTH=lanes(dim), FEW=few)  # fmt: skip
-    _short[(num_kv_heads, splits, num_reqs)](
-        q, kv, partial, mass, query_start_loc, seq_lens, block_table, form.scale, form.cap, parts, splits,
-        block_table.shape[1], *q.stride()[:2], *kv.stride()[:4], block_table.stride(0), **fixed,
-        BLOCK_SIZE=kv.shape[2], KEYS=tile.keys, WINDOW=form.window, GROUP=group, ROWS=tile.rows,
-        HAS_CAP=form.cap > 0, STAGES=tile.num_stages, num_warps=tile.num_warps,
-    )  # fmt: skip
+    shape = (num_tokens, num_heads, splits) if splits > 1 else (1, 1, 1)
+    partial = torch.empty(*shape, dim, dtype=torch.float32, device=q.device)
+    mass = torch.empty(*shape, 2, dtype=torch.float32, device=q.device)
     end = 0  # of the padding that is zeroed
     if out is None:
-        out, places, end = (
-            torch.empty(q.shape, dtype=q.dtype, device=q.device),
-            max(places, num_tokens),
-            num_tokens,
-        )
-    _join_tokens[(num_heads, places)](
-        out, partial, mass, query_start_loc, num_reqs, end, splits, **fixed, num_warps=4
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        places, end = max(places, num_tokens), num_tokens
+    fixed = dict(HEADS=num_heads, DIM=dim, WIDTH=lanes(dim), FEW=few, **early_launch())  # fmt: skip
+    _short[(num_kv_heads, splits, num_reqs + 1)](
+        q, kv, out, partial, mass, query_start_loc, seq_lens, block_table, form.scale, form.cap, num_reqs, end, parts,
+        splits, block_table.shape[1], *q.stride()[:2], *kv.stride()[:4], block_table.stride(0), **fixed,
+        BLOCK_SIZE=kv.shape[2], KEYS=tile.keys, WINDOW=form.window, GROUP=group, ROWS=tile.rows,
+        HAS_CAP=form.cap > 0, STAGES=tile.num_stages, SPLIT=splits > 1, num_warps=tile.num_warps,
     )  # fmt: skip
+    if splits > 1:
+        _join_tokens[(num_heads, places)](
+            out, partial, mass, query_start_loc, num_reqs, end, splits, **fixed, num_warps=4
+        )  # fmt: skip
     return out
 
 
 @triton.jit(
-    do_not_specialize=["parts", "splits", "table_columns", "table_row"],
+    do_not_specialize=["num_reqs", "num_tokens", "parts", "splits", "table_columns", "table_row"],
     do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_table"],
 )
 def _short(
-    q, kv, partial, mass, query_start_loc, seq_lens, block_table, scale, cap, parts, splits, table_columns, q_token,
-    q_head, kv_block, kv_plane, kv_slot, kv_head, table_row, HEADS: tl.constexpr, DIM: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, HAS_CAP: tl.constexpr, STAGES: tl.constexpr, FEW: tl.constexpr,
+    q, kv, out, partial, mass, query_start_loc, seq_lens, block_table, scale, cap, num_reqs, num_tokens, parts, splits,
+    table_columns, q_token, q_head, kv_block, kv_plane, kv_slot, kv_head, table_row, HEADS: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, HAS_CAP: tl.constexpr, STAGES: tl.constexpr, FEW: tl.constexpr,
+    SPLIT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    take_turn(EARLY)
     group, part, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    is_request = request < num_reqs
     start = tl.load(query_start_loc + request)
-    num_queries = tl.load(query_start_loc + request + 1) - start
-    length = tl.minimum(tl.load(seq_lens + request), table_columns * BLOCK_SIZE)
+    num_queries = tl.load(query_start_loc + request + 1, mask=is_request, other=start) - start
+    length = tl.load(seq_lens + request, mask=is_request, other=0)
+    length = tl.minimum(length, table_columns * BLOCK_SIZE)
     row = tl.arange(0, ROWS)
     query = row // GROUP
     lane = tl.arange(0, WIDTH)[None, :]
@@ -137,11 +146,19 @@ def _short(
                 seen = seen & (at[None, :] > position[:, None] - WINDOW)
             score = tl.where(seen, scores_of(x, k.to(x.dtype), scale, cap, HAS_CAP), float("-inf"))
             largest, total, values = take_in(score, v.to(x.dtype), largest, total, values)
-    # Parts that had nothing to see say so.
     cell = (token * HEADS + head) * splits + part
-    tl.store(partial + cell[:, None] * DIM + lane, values, mask=exists[:, None] & (lane < DIM))
-    tl.store(mass + cell * 2, largest, mask=exists)
-    tl.store(mass + cell * 2 + 1, total, mask=exists)
+    if SPLIT:  # parts that had nothing to see say so
+        tl.store(partial + cell[:, None] * DIM + lane, values, mask=exists[:, None] & (lane < DIM))
+        tl.store(mass + cell * 2, largest, mask=exists)
+        tl.store(mass + cell * 2 + 1, total, mask=exists)
+    else:
+        result = rounded(normalized(values, total), out.dtype.element_ty)
+        tl.store(out + cell[:, None] * DIM + lane, result, mask=exists[:, None] & (lane < DIM))
+        heads = (group * GROUP + row)[:, None] * DIM + lane
+        for padding in range(start, tl.where(is_request, start, num_tokens)):
+            nothing = tl.zeros([ROWS, WIDTH], out.dtype.element_ty)
+            row_of_out = out + tl.cast(padding, tl.int64) * HEADS * DIM
+            tl.store(row_of_out + heads, nothing, mask=(row < GROUP)[:, None] & (lane < DIM))
 
 
 @triton.jit(
@@ -150,9 +167,10 @@ def _short(
 )
 def _join_tokens(
     out, partial, mass, query_start_loc, num_reqs, num_tokens, splits, HEADS: tl.constexpr, DIM: tl.constexpr,
-    WIDTH: tl.constexpr, FEW: tl.constexpr,
+    WIDTH: tl.constexpr, FEW: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The parts of one query and head, joined; and 0 for the place-th token past the last request, below num_tokens."""
+    take_turn(EARLY)
     head, place = tl.program_id(0), tl.program_id(1)
     request = tl.minimum(place // FEW, num_reqs - 1)
     start = tl.load(query_start_loc + request)

@@ -269,7 +269,7 @@ def mixed_tiles(name: str) -> list[Bench]:
     _, flops = attention_work(requests, heads, kv_heads, dim)
     case = attention_case(requests, heads=heads, kv_heads=kv_heads, dim=dim, dtype=BF16, device="cuda")
     form = score_form(case.static["scale"], None, None)
-    own = mixed_tile(BF16, dim, heads // kv_heads)
+    own = mixed_tile(BF16, dim, heads // kv_heads, 2048)
     tiles = [own] + [
         Tile(rows, keys, warps, stages)
         for rows, warps in ((64, 4), (128, 4), (128, 8))

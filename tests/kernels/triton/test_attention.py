@@ -17,6 +17,7 @@ from tests.laws import equal
 
 import purestep.kernels.triton.attention  # isort: skip
 import purestep.kernels.triton.decode  # isort: skip
+import purestep.kernels.triton.short  # isort: skip
 from purestep.kernels.triton import cuda_donating  # isort: skip
 from purestep.kernels.triton.attention import attend  # isort: skip
 from purestep.kernels.triton.softmax import Tile  # isort: skip
@@ -56,6 +57,7 @@ def _few_programs() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if DEVICE == "cpu":
             patch.setattr(purestep.kernels.triton.decode, "PROGRAMS", 16)
+            patch.setattr(purestep.kernels.triton.short, "FEWEST_PARTS", 2)
         yield
 
 
@@ -104,21 +106,34 @@ def test_mixed_batches(
 
 
 @few(16)
-@given(SHORTS, SHAPE, FORM, st.sampled_from(DTYPES), st.sampled_from([None, 20]), st.integers(0, 2**31))
+@given(
+    SHORTS,
+    SHAPE,
+    FORM,
+    st.sampled_from(DTYPES),
+    st.sampled_from([None, 20]),
+    st.booleans(),
+    st.integers(0, 2**31),
+)
 def test_a_few_queries_each(
     requests: list[Any],
     shape: dict[str, int],
     form: dict[str, Any],
     dtype: torch.dtype,
     bound: int | None,
+    split: bool,
     seed: int,
 ) -> None:
-    """As verification has them: keys are split among programs, some of which have nothing to see.
+    """As verification has them: keys are split among programs, some of which have nothing to see, or, as in large
+    batches, they are not.
 
     With a larger bound there may be requests with many queries among them.
     """
     case = attention_case(requests, **shape, **form, dtype=dtype, device=DEVICE, seed=seed)
-    check(case, dtype, max_query_len=bound or max(2, case.static["max_query_len"]), max_seq_len=200)
+    with pytest.MonkeyPatch.context() as patch:
+        if not split:
+            patch.setattr(purestep.kernels.triton.decode, "PROGRAMS", 1)
+        check(case, dtype, max_query_len=bound or max(2, case.static["max_query_len"]), max_seq_len=200)
 
 
 def test_many_queries_among_requests_with_few() -> None:

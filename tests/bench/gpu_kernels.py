@@ -27,7 +27,7 @@ from torch import Tensor
 import purestep.kernels.triton.decode as decode_module
 from purestep.kernels.triton import cuda_donating
 from purestep.kernels.triton.decode import decode, decode_tile
-from purestep.kernels.triton.mixed import mixed, mixed_tile
+from purestep.kernels.triton.mixed import FEW_QUERIES, mixed, mixed_tile
 from purestep.kernels.triton.softmax import Tile, score_form
 from tests.kernels.triton.cases import AttentionCase, attention_case
 from tests.kernels.triton.gpu_checks import SHAPES, VOCAB, all_checks, compile_in_parallel, integers, normal
@@ -198,7 +198,8 @@ def tile_rows() -> Iterator[Callable[[], list[Bench]]]:
     for name in ("1B", "8B", "0.6B"):
         for batch in (1, 8, 64, 256):
             yield lambda name=name, batch=batch: decode_tiles(name, batch)
-        yield lambda name=name: mixed_tiles(name)
+        for label, requests in (("prefill", [(2048, 2048)] * 4), ("5 queries x 64", [(1120, 5)] * 64)):
+            yield lambda name=name, label=label, requests=requests: mixed_tiles(name, label, requests)
 
 
 def decode_tiles(name: str, batch: int) -> list[Bench]:
@@ -263,26 +264,31 @@ def decode_call(case: AttentionCase, tile: Tile, programs: int) -> Call:
     return call
 
 
-def mixed_tiles(name: str) -> list[Bench]:
+def mixed_tiles(name: str, label: str, requests: list[tuple[int, int]]) -> list[Bench]:
     heads, kv_heads, dim = SHAPES[name]
-    requests = [(2048, 2048)] * 16
-    _, flops = attention_work(requests, heads, kv_heads, dim)
+    num_bytes, flops = attention_work(requests, heads, kv_heads, dim)
     case = attention_case(requests, heads=heads, kv_heads=kv_heads, dim=dim, dtype=BF16, device="cuda")
     form = score_form(case.static["scale"], None, None)
-    own = mixed_tile(BF16, dim, heads // kv_heads, 2048)
-    tiles = [own] + [
-        Tile(rows, keys, warps, stages)
-        for rows, warps in ((64, 4), (128, 4), (128, 8))
-        for keys in (32, 64, 128)
-        for stages in (2, 3, 4)
+    queries, group = requests[0][1], heads // kv_heads
+    cuts = [
+        (32, 128, 4, 3),
+        (64, 32, 4, 5),
+        (64, 64, 4, 3),
+        (64, 128, 4, 3),
+        (128, 64, 4, 3),
+        (128, 64, 8, 3),
     ]
+    cuts += [(128, 128, 8, 3), (256, 64, 8, 3), (16, 64, 4, 3), (16, 128, 4, 3)]
+    tiles = [mixed_tile(BF16, dim, group, queries), *(Tile(*cut) for cut in cuts)]
+    work = {"flops": flops} if queries > FEW_QUERIES else {"num_bytes": num_bytes}
     return [
         Bench(
-            f"mixed {name} {attrs.astuple(tile)}",
+            f"mixed {name} {label} {attrs.astuple(tile)[:4]}",
             [lambda tile=tile: mixed(*read_only(case), form=form, tile=tile)],
-            flops=flops,
+            **work,
         )
         for tile in dict.fromkeys(tiles)
+        if tile.rows >= group * min(queries, FEW_QUERIES)
     ]
 
 

@@ -1,6 +1,7 @@
 """Speculation on this GPU: what it wins where drafts stand, and what verifying them costs where they do not.
 
     PYTHONPATH=.ci/src:.ci/test python -P tests/bench/gpu_speculation.py OUT.json [--target 8B] [--draft 0.6B]
+        [--what ngram verify draft]
 
 Captured steps on one device, without a host between them: drafts are made, verified and kept by the step itself. The
 target has random weights of a named shape, but says a cycle of tokens over and over: so it is known which drafts are
@@ -13,7 +14,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ from purestep.state.graph_api import CudaGraphs
 from purestep.state.setup import cuda_kernels
 
 BLOCK_SIZE = 16
+WHAT = ("ngram", "verify", "draft")
 CYCLE = 37  # tokens that the target says over and over
 Row = dict[str, Any]
 
@@ -239,8 +241,9 @@ def rows_of(
     draft: tuple[Model, Params],
     names: tuple[str, str],
     read: float,
+    wanted: Sequence[str],
 ) -> Iterator[Row]:
-    """Every measurement, one by one."""
+    """Every measurement that is wanted, one by one."""
     plain: dict[int, float] = {}
 
     def measured(what: str, batch: int, drafter: Drafter | None, **facts: Any) -> Row:
@@ -263,13 +266,17 @@ def rows_of(
 
     for batch in (1, 64):
         yield measured("plain", batch, None)
-        for num_drafts in (2, 4, 7):
+        for num_drafts in (2, 4, 7) if "ngram" in wanted else ():
             drafter = ngram(num_drafts=num_drafts, min_n=1, max_n=3)
             yield measured("ngram", batch, drafter, num_drafts=num_drafts)
+        if "verify" not in wanted:
+            continue
         yield measured("verify without drafts", batch, None, num_drafts=4)
         yield measured("verify", batch, knowing(4), num_drafts=4)
         with mock.patch.object(attention, "is_short", lambda *shape: False):
             yield measured("verify", batch, knowing(4), num_drafts=4, attention="one pass over the keys")
+    if "draft" not in wanted:
+        return
     small = Loop(bench, *draft, 1, None)
     draft_ms, _ = small.timed()
     yield {"bench": "draft model alone", "batch": 1, "ms": draft_ms, "shape": names[1], "equal": True}
@@ -307,15 +314,17 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--what", nargs="*", default=WHAT, choices=WHAT)
     options = parser.parse_args()
 
     bench = Bench(options.device, options.context, options.steps, options.rounds)
     read = measure_rates(options.device, bench.dtype, clock_of(options.device)).read
     target_config = SHAPES[options.target]
     draft_config = replace(SHAPES[options.draft], vocab_size=target_config.vocab_size)
-    target, draft = cyclic(target_config, bench), cyclic(draft_config, bench)
+    target = cyclic(target_config, bench)
+    draft = cyclic(draft_config, bench) if "draft" in options.what else target
     rows = []
-    for row in rows_of(bench, target, draft, (options.target, options.draft), read):
+    for row in rows_of(bench, target, draft, (options.target, options.draft), read, options.what):
         facts = {name: round(value, 3) if isinstance(value, float) else value for name, value in row.items()}
         print("    ".join(f"{name} {value}" for name, value in facts.items()), flush=True)
         rows.append(row | {"target": options.target, "draft": options.draft})

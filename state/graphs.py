@@ -191,8 +191,7 @@ class CapturedSteps:
     def _least(self, wanted: GraphKey) -> GraphKey | None:
         assert wanted.sampler is not None
         for shape in self._shapes:
-            key = replace(wanted, sampler=shape)
-            if covers(shape, wanted.sampler) and key in self._graphs:
+            if covers(shape, wanted.sampler) and (key := replace(wanted, sampler=shape)) in self._graphs:
                 return key
         return None
 

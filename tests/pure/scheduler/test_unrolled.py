@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from purestep.pure.errors import SchedulerOutputError
 from purestep.pure.record import replace
 from purestep.pure.records.outputs import StepOutput
-from purestep.pure.scheduler import update
+from purestep.pure.scheduler import finish, num_free, update
 from tests.pure.scheduler.toy import Driver, config, counts, driver, request
 
 pytestmark = pytest.mark.usefixtures("unchecked_records")
@@ -164,3 +164,16 @@ def test_an_output_of_another_plan_is_refused(tokens: list[list[int]], computed:
     else:
         with pytest.raises(SchedulerOutputError):
             update(made.queue, ("a",), output)
+
+
+def test_what_lies_behind_a_stop_string_is_not_cached() -> None:
+    """Found after five outputs, and it ends the second one: of seven computed tokens four are the request's."""
+    made = driver(("a", 3), max_tokens=20, block_sizes=(2,), num_blocks=(32,))
+    made.num_steps = 4
+    for _ in range(2):
+        made.step()
+    whole = finish(made.queue, "a", "stop", "text")
+    cut = finish(made.queue, "a", "stop", "text", num_outputs=2)
+
+    assert [len(queue.pools[0].key_of) for queue in (whole, cut)] == [3, 2]
+    assert [num_free(queue) for queue in (whole, cut)] == [31, 31]

@@ -140,6 +140,31 @@ def check_drafts(batch: InputBatch, output: SchedulerOutput, num_drafts: NDArray
             )
 
 
+def check_steps(
+    batch: InputBatch, output: SchedulerOutput, at: NDArray[np.intp], start: NDArray[Any]
+) -> None:
+    """Of several steps each request has one token at most, from its last known one on, and no drafts.
+
+    Raises:
+        SchedulerOutputError: otherwise.
+    """
+    counts, num_steps, drafts = output.num_scheduled_tokens, output.num_steps, output.num_device_drafts
+    if num_steps < 1 or output.scheduled_spec_decode_tokens or drafts is not None:
+        raise SchedulerOutputError(
+            f"{num_steps} steps at once, with drafts of {len(output.scheduled_spec_decode_tokens)} requests and "
+            f"num_device_drafts={drafts}: schedule at least one step, and drafts in steps of their own"
+        )
+    known = batch.columns.num_tokens[at]
+    wrong = (counts > num_steps) | (start + 1 < known)
+    if np.count_nonzero(wrong):
+        i = int(np.flatnonzero(wrong)[0])
+        raise SchedulerOutputError(
+            f"request {output.req_ids[i]!r}: {counts[i]} tokens scheduled in {num_steps} steps at once, after "
+            f"{start[i]} computed ones of {known[i]} known: each step computes one token, so schedule no more than "
+            "there are steps, and prompts before"
+        )
+
+
 def check_counts(
     batch: InputBatch,
     output: SchedulerOutput,

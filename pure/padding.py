@@ -64,6 +64,7 @@ def pad_layout(
             max_seq_len=bounds.max_seq_len,
             sampler=bounds.sampler,
             num_drafts=bounds.num_drafts,
+            num_steps=bounds.num_steps,
         )
     if before is not None and _has_arrays(before, layout, num_reqs, null_row):
         if bounds == before.bounds:
@@ -88,12 +89,18 @@ def _has_arrays(before: Layout, layout: Layout, num_reqs: int, null_row: int) ->
 
 
 def capture_layout(
-    descriptor: BatchDescriptor, limits: BatchLimits, *, sampler: SamplerShape, num_drafts: int = 0
+    descriptor: BatchDescriptor,
+    limits: BatchLimits,
+    *,
+    sampler: SamplerShape,
+    num_drafts: int = 0,
+    num_steps: int = 1,
 ) -> Layout:
     """The layout that a full graph of this shape is captured with: padding only, and bounds that fit all its batches.
 
     No request runs in it, so capturing with it changes nothing that is read. A uniform descriptor bounds a query by
-    its tokens a request; any other by all of its tokens. A request may have `num_drafts` drafts verified.
+    its tokens a request; any other by all of its tokens. A request may have `num_drafts` drafts verified; the layout is
+    run `num_steps` times.
     """
     num_reqs = limits.max_num_reqs if descriptor.num_reqs is None else descriptor.num_reqs
     empty = Layout.make_empty()
@@ -106,6 +113,7 @@ def capture_layout(
         max_seq_len=bucket(limits.max_model_len),
         sampler=sampler,
         num_drafts=num_drafts,
+        num_steps=num_steps,
     )
     return replace(padded, bounds=bounds)
 

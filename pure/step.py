@@ -3,9 +3,11 @@
 What is not needed by every step does not belong here. `execute` is the step up to logits; `sample` is the rest.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+import torch.utils._pytree as pytree
 from jaxtyping import Float
 from torch import Tensor
 
@@ -95,8 +97,8 @@ def unroll(
     """`num_steps` steps of one layout, in which every request runs one token and drafts: rows that stop are frozen.
 
     A row whose blocks are full runs idle from there on (its token is -1, and nothing of it changes) and goes on once a
-    plan brings more: grant blocks for num_steps tokens, and as many times the drafts. Only the bound on lengths is
-    wider than the layout's: the last step sees that many tokens more than the first, but for its own.
+    plan brings more: grant blocks for num_steps tokens, and as many times the drafts. A bound on lengths that is that
+    of fewer steps is widened: the last step sees that many tokens more than the first, but for its own.
 
     Raises:
         ValueError: a layout (or a plan that is still to be absorbed) that runs more than one token of a request beside
@@ -111,7 +113,7 @@ def unroll(
         )
     state = absorb(state, kernels=kernels)
     layout = state.layout
-    longest = layout.bounds.max_seq_len + most * max(num_steps - 1, 0)
+    longest = layout.bounds.max_seq_len + most * max(num_steps - layout.bounds.num_steps, 0)
     wider = replace(layout.bounds, max_seq_len=bucket(longest))
     state = replace(state, layout=replace(layout, bounds=wider))
     outputs = []
@@ -119,3 +121,31 @@ def unroll(
         state, output = step(model, params, state, kernels=kernels, drafter=drafter)
         outputs.append(output)
     return replace(state, layout=layout), tuple(outputs)
+
+
+def joined(outputs: Sequence[StepOutput]) -> StepOutput:
+    """What several steps of one layout have brought, as one output: tokens [reqs, steps], those of one that ends first.
+
+    Log-probabilities and kept mass of a request lie one step after the other, as where drafts are verified. The rest is
+    what the last step says, and whether logits were NaN in any.
+    """
+    last = outputs[-1]
+    if len(outputs) == 1:
+        return last
+    told = [(output.logprobs_tensors, output.id_logprobs, output.kept_mass) for output in outputs]
+    logprobs_tensors, id_logprobs, kept_mass = pytree.tree_map(_in_turn, *told)
+    return StepOutput(
+        sampled_token_ids=torch.cat([output.sampled_token_ids for output in outputs], dim=1),
+        num_computed_tokens=last.num_computed_tokens,
+        active=last.active,
+        has_nan=torch.stack([output.has_nan for output in outputs]).any(dim=0),
+        logprobs_tensors=logprobs_tensors,
+        id_logprobs=id_logprobs,
+        kept_mass=kept_mass,
+        draft_token_ids=last.draft_token_ids,
+    )
+
+
+def _in_turn(*columns: Tensor | None) -> Tensor | None:
+    """The entries of each request one after the other."""
+    return None if columns[0] is None else torch.stack(columns, dim=1).flatten(0, 1)  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from purestep.pure.contradictions import (
     check_counts,
     check_drafts,
     check_ids,
+    check_steps,
     check_supported,
     has_full_columns,
 )
@@ -246,9 +247,13 @@ def _lay_out(
 ) -> InputBatch:
     """The order of the batch, and how far it runs: the old layout while rows, counts and bounds are the same."""
     counts, old, columns = output.num_scheduled_tokens, batch.layout, batch.columns
-    start = _starts(batch, output, at, known)
+    start, num_steps = _starts(batch, output, at, known), output.num_steps
+    if num_steps != 1:
+        check_steps(batch, output, at, start)
     end, num_drafts = start + counts, _num_drafts(batch, output)
-    check_counts(batch, output, at, start, end, num_drafts)
+    check_counts(batch, output, at, start, end, num_drafts if num_steps == 1 else counts - 1)
+    if num_steps > 1:
+        counts = np.minimum(counts, 1)  # in each of them
     back = () if rows is old.row_of_index else np.setdiff1d(rows, old.row_of_index).tolist()
     holders = with_one_writer(batch, at, start, end, back)
     if output.block_copies or output.new_block_ids_to_zero:
@@ -257,9 +262,9 @@ def _lay_out(
     max_seq_len = bucket(int(end.max())) if len(rows) else 0
     most_drafts = 0 if num_drafts is None or not num_drafts.any() else batch.limits.num_drafts
     if is_steady:
-        layout = _bounded(old, max_seq_len, most_drafts)
+        layout = _bounded(old, max_seq_len, most_drafts, num_steps)
     else:
-        layout = _new_layout(batch, rows, at, counts, max_seq_len, most_drafts)
+        layout = _new_layout(batch, rows, at, counts, max_seq_len, most_drafts, num_steps)
     return InputBatch(
         limits=batch.limits,
         rows=batch.rows,
@@ -337,12 +342,12 @@ def _counts(layout: Layout) -> NDArray[Any]:
     return counts
 
 
-def _bounded(layout: Layout, max_seq_len: int, num_drafts: int) -> Layout:
+def _bounded(layout: Layout, max_seq_len: int, num_drafts: int, num_steps: int) -> Layout:
     """The same rows and counts with other bounds."""
-    bounds = layout.bounds
-    if bounds.max_seq_len == max_seq_len and bounds.num_drafts == num_drafts:
+    old = layout.bounds
+    if (old.max_seq_len, old.num_drafts, old.num_steps) == (max_seq_len, num_drafts, num_steps):
         return layout
-    bounds = replace(bounds, max_seq_len=max_seq_len, num_drafts=num_drafts)
+    bounds = replace(old, max_seq_len=max_seq_len, num_drafts=num_drafts, num_steps=num_steps)
     return Layout(layout.row_of_index, layout.query_start_loc, bounds)
 
 
@@ -353,6 +358,7 @@ def _new_layout(
     counts: NDArray[Any],
     max_seq_len: int,
     num_drafts: int,
+    num_steps: int,
 ) -> Layout:
     features = int(np.bitwise_or.reduce(batch.columns.sampler_features[at], initial=0))
     bounds = LayoutBounds(
@@ -362,5 +368,6 @@ def _new_layout(
         max_seq_len=max_seq_len,
         sampler=sampler_shape(features, int(batch.columns.num_logprobs[at].max(initial=-1))),
         num_drafts=num_drafts,
+        num_steps=num_steps,
     )
     return Layout(rows, start_loc(counts), bounds)

@@ -91,6 +91,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--batches", nargs="+", type=int, help="prompts that decode together")
     parser.add_argument("--context", type=int, help="tokens of a prompt that decode goes on from")
+    parser.add_argument("--unroll", type=int, help="decode steps in one launch (default: 4 on a GPU)")
     parser.add_argument(
         "--peers",
         action=argparse.BooleanOptionalAction,
@@ -292,6 +293,7 @@ def _bench(options: argparse.Namespace) -> None:
         what=options.what,
         batches=options.batches,
         context=options.context,
+        unroll=options.unroll,
         peers=options.peers,
         json_out=options.json,
         plot_out=options.plot,

@@ -43,6 +43,7 @@ from purestep.state.setup import (
     limits_of,
     resolve,
     scheduler_config,
+    unroll_of,
     usable_device,
     with_drafter_of,
 )
@@ -102,9 +103,10 @@ class Engine:
         config = scheduler_config(self.limits, wanted, steps_ahead=steps_ahead, drafter=drafter)
         queue = make_queue(config)
         bound = bind(self._loaded, self.limits, kv_config, graph_api=graph_api, **how)
-        self.capture_report = capture(bound, keys, wanted)
+        unroll = unroll_of(wanted, place, drafter)
+        self.capture_report = capture(bound, keys, wanted, unroll=unroll)
         grammars = Grammars(self._loaded, vocab_size=self.limits.vocab_size)
-        self._turns = Turns(bound, self.limits, queue, keys, grammars, steps_ahead, host_drafter)
+        self._turns = Turns(bound, self.limits, queue, keys, grammars, steps_ahead, host_drafter, unroll)
         self._num_calls = 0
 
     # Online use
@@ -244,12 +246,11 @@ class Engine:
         error while the others are served. Ctrl-C aborts these prompts and leaves the engine usable.
         """
         with self._submitted(prompts, sampling_params, on_error, add_special_tokens) as call:
-            results = dict(call.refused)
+            results, num_before = dict(call.refused), self._turns.num_tokens
             with progress_bar(len(call.names), shown=progress) as report:
                 while call.left:
-                    grown = call.turn()
-                    results |= call.take(grown, only_over=True)
-                    report(finished=len(results), tokens=len(grown))
+                    results |= call.take(call.turn(), only_over=True)
+                    report(finished=len(results), tokens=self._turns.num_tokens - num_before)
         if gone := [name for name in call.names if name not in results]:
             raise StaleStateError(
                 f"{len(gone)} of {len(call.names)} requests of this call, {gone[0]!r} first, were aborted or told by "
@@ -264,7 +265,10 @@ class Engine:
         *,
         add_special_tokens: bool = True,
     ) -> Iterator[RequestOutput]:
-        """Results as they grow, each with everything so far. Leaving the loop early aborts what still runs."""
+        """Results as they grow, each with everything so far. Leaving the loop early aborts what still runs.
+
+        Where steps are unrolled they grow by several tokens at a time.
+        """
         with self._submitted(prompts, sampling_params, "raise", add_special_tokens) as call:
             while call.left:
                 yield from call.take(call.turn()).values()

@@ -29,7 +29,7 @@ from purestep.pure.records.layout import SamplerShape
 from purestep.pure.records.outputs import StepOutput
 from purestep.pure.records.params import Params
 from purestep.pure.records.state import ExecuteModelState, StepState
-from purestep.pure.step import execute, sample, unroll
+from purestep.pure.step import execute, joined, sample, unroll
 from purestep.state.buffers import PersistentBuffers, leaves
 from purestep.state.graph_api import Graph, GraphApi
 from purestep.state.pending import Sender, ToHost
@@ -85,7 +85,7 @@ class CapturedSteps:
         self._api = api
         self._drafter = drafter
         self._graphs: dict[GraphKey, Graph] = {}
-        self._senders: dict[GraphKey, tuple[Sender[StepOutput], ...]] = {}  # of the graphs' results
+        self._senders: dict[GraphKey, Sender[StepOutput]] = {}  # of the graphs' results
         self._pieces: dict[GraphKey, CapturedPieces] = {}
         self._places = Places()
         self._execute: GraphKey | None = None  # the last one captured, while its samples may follow
@@ -191,19 +191,18 @@ class CapturedSteps:
     def _least(self, wanted: GraphKey) -> GraphKey | None:
         assert wanted.sampler is not None
         for shape in self._shapes:
-            key = replace(wanted, sampler=shape)
-            if covers(shape, wanted.sampler) and key in self._graphs:
+            if covers(shape, wanted.sampler) and (key := replace(wanted, sampler=shape)) in self._graphs:
                 return key
         return None
 
-    def replay(self, key: GraphKey) -> tuple[ToHost[StepOutput], ...]:
-        """Run the steps of this key on what the buffers hold; what they return is on its way to the host."""
+    def replay(self, key: GraphKey) -> ToHost[StepOutput]:
+        """Run the steps of this key on what the buffers hold; what they return, as one, is on its way to the host."""
         graph = self._graphs[key]
         graph.replay()
-        senders = self._senders.get(key)
-        if senders is None:
-            senders = self._senders[key] = tuple(map(Sender, graph.result))
-        return tuple([sender.send() for sender in senders])
+        sender = self._senders.get(key)
+        if sender is None:
+            sender = self._senders[key] = Sender(graph.result)
+        return sender.send()
 
     def replay_execute(self, key: GraphKey) -> Half:
         """Run a step up to its logits; no other replay but that of its `sample` may come before they are used up."""
@@ -232,7 +231,9 @@ class CapturedSteps:
         """The buffers, in a layout of nothing but padding."""
         sampler = SamplerShape() if key.sampler is None else key.sampler
         limits, num_drafts = self._buffers.limits, key.num_drafts
-        layout = capture_layout(key.descriptor, limits, sampler=sampler, num_drafts=num_drafts)
+        layout = capture_layout(
+            key.descriptor, limits, sampler=sampler, num_drafts=num_drafts, num_steps=key.num_steps
+        )
         return self._buffers.laid_out(layout)
 
     def _disown_execute(self) -> None:
@@ -246,10 +247,10 @@ class CapturedSteps:
         state, kernels = self._state(key), self._kernels
         model, params, drafter = self._model, self._params, self._drafter
 
-        def steps() -> tuple[StepOutput, ...]:
+        def steps() -> StepOutput:
             after, outputs = unroll(model, params, state, key.num_steps, kernels=kernels, drafter=drafter)
             _check_in_place(state, after)
-            return outputs
+            return joined(outputs)
 
         def executing() -> Half:
             executed = execute(model, params, state, kernels=kernels)
@@ -257,13 +258,13 @@ class CapturedSteps:
             assert executed.logits is not None
             return Half(executed.inputs, executed.logits, executed.hidden_states)
 
-        def sampling() -> tuple[StepOutput, ...]:
+        def sampling() -> StepOutput:
             executed = ExecuteModelState(state, half.inputs, half.logits, half.hidden_states)
             after, output = propose(
                 drafter, params, executed, *sample(executed, kernels=kernels), kernels=kernels
             )
             _check_in_place(state, after)
-            return (output,)
+            return output
 
         if key.half == "sample":
             before = replace(key, sampler=None, half="execute")

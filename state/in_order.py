@@ -22,7 +22,7 @@ def in_order(
 
     That is when it and all before it are finished or refused. The engine must have no other requests.
     """
-    done: dict[str, RequestOutput] = {}
+    done, num_before = dict[str, RequestOutput](), engine.turns.num_tokens
     for i, prompt in enumerate(prompts):
         stream = None if params.seed is None else i * params.n
         try:
@@ -31,7 +31,6 @@ def in_order(
             done[str(i)] = refused_output(str(i), prompt, error)
     for i in range(len(prompts)):
         while str(i) not in done:
-            grown = engine.step()
-            done |= {result.req_id: result for result in grown if result.finished}
-            report(finished=i + len(done), tokens=len(grown))
+            done |= {result.req_id: result for result in engine.step() if result.finished}
+            report(finished=i + len(done), tokens=engine.turns.num_tokens - num_before)
         yield done.pop(str(i))

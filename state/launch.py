@@ -18,6 +18,7 @@ from purestep.pure.plan import plan_step
 from purestep.pure.prompt_logprobs import PromptChunk, prompt_chunks
 from purestep.pure.records.batch import InputBatch
 from purestep.pure.records.dispatch import CUDAGraphMode, DispatchKeys
+from purestep.pure.records.layout import LayoutBounds
 from purestep.pure.records.scheduler_output import GrammarOutput
 from purestep.state.async_output import ScoredChunk
 from purestep.state.graphs import GraphKey
@@ -104,7 +105,28 @@ def whole_step(
     if execution.cudagraph_mode is CUDAGraphMode.NONE:
         return batch, None
     bounds = batch.layout.bounds
-    key = captured.covering(execution, bounds.sampler, num_drafts=bounds.num_drafts)
+    how = {"num_steps": bounds.num_steps, "num_drafts": bounds.num_drafts}
+    key = captured.covering(execution, bounds.sampler, **how)
     if key is None:
         return batch, None
     return pad_batch(batch, execution.descriptor, before=absorbed.layout), key
+
+
+def steps_at_once(bound: BoundStep, keys: DispatchKeys, bounds: LayoutBounds, unroll: int) -> int:
+    """How many steps of batches with these bounds one launch is of: `unroll` where a graph of so many is there, else 1.
+
+    Where the host has something to do in the midst of a step it is 1.
+    """
+    captured, sampler = bound.captured, bounds.sampler
+    if (
+        unroll == 1
+        or captured is None
+        or bounds.max_query_len != 1
+        or sampler.grammar
+        or sampler.prompt_logprobs
+    ):
+        return 1
+    execution = determine_batch_execution_and_padding(keys, bounds)
+    if execution.cudagraph_mode is not CUDAGraphMode.FULL:
+        return 1
+    return 1 if captured.covering(execution, sampler, num_steps=unroll) is None else unroll

@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 class Report(Protocol):
-    """Called after every step."""
+    """Called after every step, with the tokens of all steps so far."""
 
     def __call__(self, *, finished: int, tokens: int) -> None: ...
 
@@ -32,13 +32,10 @@ def progress(total: int, *, shown: bool) -> Iterator[Report]:
     # Results may be printed while the bar is shown; rich would send them where the bar goes.
     with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as bar:
         task = bar.add_task("prompts", total=total, rate=0.0)
-        num_tokens = 0
 
         def report(*, finished: int, tokens: int) -> None:
-            nonlocal num_tokens
-            num_tokens += tokens
             elapsed = bar.tasks[0].elapsed or 0.0
-            bar.update(task, completed=finished, rate=num_tokens / elapsed if elapsed else 0.0)
+            bar.update(task, completed=finished, rate=tokens / elapsed if elapsed else 0.0)
 
         yield report
 

@@ -3,14 +3,12 @@
 What is not needed by every step does not belong here.
 """
 
-from collections.abc import Sequence
-
 import attrs
 import torch
 
 from purestep.kernels.types import Kernels
 from purestep.pure.absorb import absorb
-from purestep.pure.errors import ExtrasError, PlanBaseError, StaleStateError
+from purestep.pure.errors import DispatchError, ExtrasError, PlanBaseError, StaleStateError
 from purestep.pure.models.model import Model, prepare_params
 from purestep.pure.propose import propose
 from purestep.pure.record import replace
@@ -18,7 +16,7 @@ from purestep.pure.records.drafter import Drafter
 from purestep.pure.records.params import Params
 from purestep.pure.records.plan import StepPlan
 from purestep.pure.records.state import StepState
-from purestep.pure.step import execute, sample, unroll
+from purestep.pure.step import execute, joined, sample, unroll
 from purestep.state.buffers import PersistentBuffers
 from purestep.state.graph_api import GraphApi
 from purestep.state.graphs import CapturedSteps, GraphKey
@@ -74,6 +72,9 @@ def run(
 ) -> tuple[Leased, Pending]:
     """Run one step on the buffers: the lease is consumed, the next one and the step's output come back.
 
+    If the plan's layout says so it is run several times: the plan is for the first of these steps, and rows that end on
+    the way are frozen. Their output is one too, as `joined` makes it.
+
     With a `key`, the plan's batch is padded to its descriptor, and its graphs are replayed. The plan is absorbed
     before, by the same function as ever: a graph has no inbox, since a steady step brings nothing.
 
@@ -82,39 +83,33 @@ def run(
     Raises:
         StaleStateError: the lease was consumed by another step.
         PlanBaseError: the plan starts from another batch than the state reflects; the lease stays good.
-        DispatchError: the plan's batch is padded to more requests than the buffers hold; the lease stays good.
+        DispatchError: the plan's batch is padded to more requests than the buffers hold, or the graphs are of another
+            number of steps; the lease stays good.
         ExtrasError: requests with logits processors or chosen ids, which two launches serve; the lease stays good.
     """
-    leased, (pending,) = run_unrolled(bound, leased, (plan,), key=key)
-    return leased, pending
-
-
-def run_unrolled(
-    bound: BoundStep, leased: Leased, plans: Sequence[StepPlan], *, key: GraphKey | None = None
-) -> tuple[Leased, tuple[Pending, ...]]:
-    """Run one step for each plan, in one graph where a `key` of so many steps is given: as `run` in a loop.
-
-    Every plan but the first is for the batch as the step before leaves it, and brings the device nothing: rows that
-    stop on the way are frozen by it.
-
-    Raises:
-        StaleStateError, PlanBaseError: as `run`; the latter also for a plan, after the first, that brings something.
-        ExtrasError: as `run`.
-    """
-    num_steps = len(plans)
-    if any(plan.batch.layout.bounds.sampler.extras for plan in plans):
+    bounds = plan.batch.layout.bounds
+    if bounds.sampler.extras:
         raise ExtrasError(
-            f"{num_steps} whole steps, of requests with logits_processors or logprob_token_ids: run these by "
-            "two_phase.execute and two_phase.sample, which gives them to the sampler"
+            "a whole step of requests with logits_processors or logprob_token_ids: run it by two_phase.execute and "
+            "two_phase.sample, which gives them to the sampler"
+        )
+    if key is not None and key.num_steps != bounds.num_steps:
+        raise DispatchError(
+            f"a plan of {bounds.num_steps} steps, and graphs of {key.num_steps}: give a key of as many, or none"
         )
     buffers, captured = bound.buffers, bound.captured
     with torch.no_grad():
-        state = begin(bound, leased, plans)
+        state = begin(bound, leased, plan)
         if key is None:
             state, outputs = unroll(
-                bound.model, bound.prepared, state, num_steps, kernels=bound.kernels, drafter=bound.drafter
+                bound.model,
+                bound.prepared,
+                state,
+                bounds.num_steps,
+                kernels=bound.kernels,
+                drafter=bound.drafter,
             )
-            sent = tuple(map(to_host, outputs))
+            sent = to_host(joined(outputs))
         else:
             assert captured is not None, "a key was given for a step without graphs"
             if key.sampler is None:
@@ -127,17 +122,16 @@ def run_unrolled(
                     *sample(executed, kernels=bound.kernels),
                     kernels=bound.kernels,
                 )
-                sent = (to_host(output),)
+                sent = to_host(output)
             else:
                 sent = captured.replay(key)
-        pending = tuple([Pending(p.batch, output) for p, output in zip(plans, sent, strict=True)])
-    return buffers.adopt(state, plans[-1].batch), pending
+    return buffers.adopt(state, plan.batch), Pending(plan.batch, sent)
 
 
-def begin(bound: BoundStep, leased: Leased, plans: Sequence[StepPlan]) -> StepState:
-    """The state with the first of the plans taken in, to be written by steps: the lease is void until it is adopted."""
-    _check(bound, leased, plans)
-    buffers, inbox = bound.buffers, plans[0].inbox
+def begin(bound: BoundStep, leased: Leased, plan: StepPlan) -> StepState:
+    """The state with the plan taken in, to be written by steps: the lease is void until it is adopted."""
+    _check(bound, leased, plan)
+    buffers, inbox = bound.buffers, plan.inbox
     state = buffers.begin(leased.generation)
     if inbox.is_empty:
         return state
@@ -145,25 +139,16 @@ def begin(bound: BoundStep, leased: Leased, plans: Sequence[StepPlan]) -> StepSt
     return buffers.place(absorb(staged, kernels=bound.kernels))
 
 
-def _check(bound: BoundStep, leased: Leased, plans: Sequence[StepPlan]) -> None:
-    """Raise before anything is written if these plans can not be run on this lease."""
+def _check(bound: BoundStep, leased: Leased, plan: StepPlan) -> None:
+    """Raise before anything is written if this plan can not be run on this lease."""
     if not leased.is_on(bound.buffers):
         raise StaleStateError(
             "this lease is on other buffers than the step is bound to: use the one they gave"
         )
     leased.value  # noqa: B018  # a stale lease is refused before its plan is judged
-    base = leased.absorbed
-    for i, plan in enumerate(plans):
-        if plan.base is not base:
-            raise PlanBaseError(
-                f"plan {i} starts from a batch of {len(plan.base.row_of)} requests that is not the one which the "
-                f"state at step {leased.generation + i} reflects: make it with plan_step(batch, leased.absorbed), and "
-                "a later one from the batch of the plan before it"
-            )
-        if i and plan.inbox.brings_data:
-            raise PlanBaseError(
-                f"plan {i} of {len(plans)} brings the device {len(plan.inbox.data)} words: unrolled steps take in the "
-                "first plan only; run this one in a step of its own"
-            )
-        bound.buffers.check_layout(plan.batch.layout)
-        base = plan.batch
+    if plan.base is not leased.absorbed:
+        raise PlanBaseError(
+            f"this plan starts from a batch of {len(plan.base.row_of)} requests that is not the one which the state at "
+            f"step {leased.generation} reflects: make it with plan_step(batch, leased.absorbed)"
+        )
+    bound.buffers.check_layout(plan.batch.layout)

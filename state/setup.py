@@ -50,6 +50,7 @@ LEAST = {  # of the sizes that are whole numbers; a prompt and an output need 2 
     "block_horizon": 1,
     "max_model_len": 2,
     "steps_ahead": 0,
+    "unroll": 1,
 }
 
 
@@ -59,6 +60,10 @@ SAMPLERS = (  # what rollouts ask for: the log-probability of each token; and pe
     SamplerShape(random=True, truncated=True, num_logprobs=0, logprobs_modes=("raw_logprobs",)),
     SamplerShape(random=True, truncated=True, penalties=True, min_tokens=True),
 )
+
+
+UNROLL = 4  # steps of a launch on a GPU
+UNROLLED_REQS = 16  # in graphs of several steps: a step of more takes longer than what one more launch does
 
 
 @attrs.frozen(kw_only=True)
@@ -75,6 +80,9 @@ class Sizes:
     block_horizon: int = 64  # tokens that running requests are given blocks for ahead of time
     steps_ahead: int | None = (
         None  # steps begun before the last one's tokens are known; None: 1 on a GPU, else 0
+    )
+    unroll: int | None = (
+        None  # decode steps in one replay where nobody waits; tokens come so many at a time; None: 4 on a GPU, else 1
     )
     cudagraph_mode: CUDAGraphMode = CUDAGraphMode.FULL_DECODE_ONLY  # on a GPU
     capture_sizes: tuple[int, ...] | None = None  # numbers of tokens; None: up to max_num_reqs
@@ -236,6 +244,20 @@ def scheduler_config(
     )
 
 
+def unroll_of(sizes: Sizes, device: torch.device, drafter: AnyDrafter) -> int:
+    """Decode steps in one replay.
+
+    Raises:
+        InvalidParameterError: several, with a drafter: then a step says several tokens by itself.
+    """
+    if drafter is not None and (sizes.unroll or 1) > 1:
+        raise InvalidParameterError(
+            f"unroll={sizes.unroll} with a drafter: steps that verify drafts are not unrolled; leave out one of them"
+        )
+    default = UNROLL if device.type == "cuda" and drafter is None else 1
+    return default if sizes.unroll is None else sizes.unroll
+
+
 def dispatch_keys_of(model: Model, limits: BatchLimits, sizes: Sizes) -> DispatchKeys:
     """The graphs that batches are dispatched to, of 1, 2, 4 and multiples of 8 requests up to max_num_reqs by default.
 
@@ -260,11 +282,11 @@ def dispatch_keys_of(model: Model, limits: BatchLimits, sizes: Sizes) -> Dispatc
 
 
 def graph_keys(
-    keys: DispatchKeys, *, two_phase: bool = False, samplers: tuple[SamplerShape, ...] = ()
+    keys: DispatchKeys, *, two_phase: bool = False, samplers: tuple[SamplerShape, ...] = (), unroll: int = 1
 ) -> list[GraphKey]:
     """What is captured before the first step: pieces, then full graphs, of these samplers, random and greedy.
 
-    The largest come first.
+    The largest come first. Graphs of `unroll` steps are of random and greedy decoding, of few requests.
 
     With `two_phase`, full graphs are those of the halves: each `execute`, and its samples behind it. Where decoding
     requests have drafts, there are graphs that verify them, and for batches of any kind also those that do not.
@@ -282,6 +304,9 @@ def graph_keys(
                     found.append(replace(key, half="execute"))
                     found += [replace(key, sampler=shape, half="sample") for shape in shapes]
                 else:
+                    if unroll > 1 and descriptor.uniform and descriptor.num_tokens <= UNROLLED_REQS:
+                        several = (RANDOM_SHAPE, GREEDY_SHAPE)
+                        found += [replace(key, sampler=shape, num_steps=unroll) for shape in several]
                     found += [replace(key, sampler=shape) for shape in shapes]
     return found
 
@@ -351,11 +376,11 @@ def cuda_kernels() -> Kernels:
     return cuda_donating()
 
 
-def capture(bound: BoundStep, keys: DispatchKeys, sizes: Sizes) -> CaptureReport | None:
+def capture(bound: BoundStep, keys: DispatchKeys, sizes: Sizes, *, unroll: int = 1) -> CaptureReport | None:
     """Capture what batches are dispatched to; None: this step has no graphs."""
     if bound.captured is None:
         return None
-    found, limits = graph_keys(keys, samplers=sizes.capture_samplers), bound.buffers.limits
+    found, limits = graph_keys(keys, samplers=sizes.capture_samplers, unroll=unroll), bound.buffers.limits
     if sizes.capture_halves:
         found += graph_keys(keys, two_phase=True, samplers=sizes.capture_samplers)
     compile_steps(
@@ -365,6 +390,7 @@ def capture(bound: BoundStep, keys: DispatchKeys, sizes: Sizes) -> CaptureReport
                 key.descriptor, limits, sampler=key.sampler or GREEDY_SHAPE, num_drafts=key.num_drafts
             )
             for key in found
+            if key.num_steps == 1  # more of them launch the same
         ],
     )
     return bound.captured.capture(

@@ -21,6 +21,7 @@ from purestep.pure.fork import fork_request, keep_blocks
 from purestep.pure.records.batch import BatchLimits, InputBatch
 from purestep.pure.records.dispatch import DispatchKeys
 from purestep.pure.records.drafter import HostDrafter
+from purestep.pure.records.layout import LayoutBounds
 from purestep.pure.records.params import Params
 from purestep.pure.records.queue import Queue, Request
 from purestep.pure.rows import drop, first_free_row
@@ -55,7 +56,7 @@ from purestep.state.drafting import drafted
 from purestep.state.engine_moment import EngineMoment, Known
 from purestep.state.flights import InFlight, Landed, Readers
 from purestep.state.grammars import Grammars
-from purestep.state.launch import Launched, launch
+from purestep.state.launch import Launched, launch, steps_at_once
 from purestep.state.lease import Leased
 from purestep.state.moments import remember, rewind
 from purestep.state.results import RequestOutput
@@ -80,7 +81,11 @@ class Now:
 
 
 class Turns:
-    """Runs steps, up to `steps_ahead` of them before the oldest one's output is asked for."""
+    """Runs steps, up to `steps_ahead` of them before the oldest one's output is asked for.
+
+    What is called a step here are `unroll` of them, run by one launch, where `schedule` gives so many and a graph of so
+    many is captured.
+    """
 
     def __init__(
         self,
@@ -91,9 +96,12 @@ class Turns:
         grammars: Grammars,
         steps_ahead: int,
         drafter: HostDrafter | None = None,
+        unroll: int = 1,
     ) -> None:
         self.dispatch_keys = dispatch_keys
         self._steps_ahead = steps_ahead
+        self._unroll = unroll
+        self.num_tokens = 0  # sampled so far
         self._drafter = drafter
         self.grammars = grammars
         self._calls_out = False  # to functions of a caller, which must not call back
@@ -194,11 +202,13 @@ class Turns:
         now = self.now
         if now.landed is None:
             return
+        self.num_tokens += int(np.count_nonzero(now.landed.output.sampled_token_ids >= 0))
         book, stopped = publish(now.book, now.landed)
         queue = now.queue
         for req_id, reason, stop in stopped:
             if req_id in queue.live:  # else its last token ended it already
-                queue = finish(queue, req_id, reason, stop)
+                num_outputs = None if stop is None else len(book.tokens_of(known(now.book.live, req_id)))
+                queue = finish(queue, req_id, reason, stop, num_outputs=num_outputs)
         self.now = attrs.evolve(now, queue=queue, book=book, landed=None)
 
     def add(self, requests: Iterable[Request], book: Book, *, vocab_size: int) -> None:
@@ -274,10 +284,14 @@ class Turns:
         )
         self.now = Now(forked.queue, batch, now.leased, now.bound, book, in_flight, kept=now.kept)
 
+    def steps_at_once(self, bounds: LayoutBounds) -> int:
+        """Of how many steps a turn is while batches have these bounds, if nothing else is to be done."""
+        return steps_at_once(self.bound, self.dispatch_keys, bounds, self._unroll)
+
     def _begin(self) -> bool:
         """Whether a step was begun. The new state is put down once, when the buffers have been written."""
         before = self.now
-        queue, scheduled = schedule(before.queue)
+        queue, scheduled = schedule(before.queue, self.steps_at_once(before.batch.layout.bounds))
         batch = update_states(before.batch, scheduled)
         if not scheduled.req_ids:
             self.now = attrs.evolve(before, queue=queue, batch=batch)

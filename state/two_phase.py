@@ -12,7 +12,7 @@ import torch
 
 from purestep.pure import step
 from purestep.pure.dispatch import determine_batch_execution_and_padding
-from purestep.pure.errors import StaleStateError
+from purestep.pure.errors import DispatchError, StaleStateError
 from purestep.pure.forward import compute_logits
 from purestep.pure.grammar import GrammarMask, apply_grammar
 from purestep.pure.models.model import apply
@@ -95,10 +95,15 @@ def execute(
     An exception half-way leaves the buffers unusable until `buffers.lease()`, since part of them may be written.
 
     Raises:
-        StaleStateError, PlanBaseError, DispatchError: as `run`; the lease stays good.
+        StaleStateError, PlanBaseError, DispatchError: as `run`, or the plan is of several steps; the lease stays good.
     """
+    num_steps = plan.batch.layout.bounds.num_steps
+    if num_steps > 1:
+        raise DispatchError(
+            f"a plan of {num_steps} steps at once has no halves: give it to run, or schedule single steps"
+        )
     with torch.no_grad():
-        state = begin(bound, leased, (plan,))
+        state = begin(bound, leased, plan)
         assert key is None or bound.captured is not None, "a key was given for a step without graphs"
         if key is not None and key.half is not None:
             half = bound.captured.replay_execute(key)  # type: ignore[union-attr]
@@ -147,7 +152,7 @@ def sample(
             state, output = propose(bound.drafter, bound.prepared, value, *sampled, kernels=bound.kernels)
             sent = to_host(output)
         else:
-            state, (sent,) = value.state, bound.captured.replay(key)  # type: ignore[union-attr]
+            state, sent = value.state, bound.captured.replay(key)  # type: ignore[union-attr]
         pending = Pending(executed.batch, sent)
     return buffers.adopt(state, executed.batch), pending
 
@@ -166,7 +171,7 @@ def take_in(bound: BoundStep, leased: Leased, plan: StepPlan) -> Leased:
         StaleStateError, PlanBaseError, DispatchError: as `run`; the lease stays good.
     """
     with torch.no_grad():
-        state = begin(bound, leased, (plan,))
+        state = begin(bound, leased, plan)
     return bound.buffers.adopt(state, plan.batch)
 
 

@@ -41,6 +41,7 @@ class LayoutBounds:
     max_seq_len: int = 0  # rounded up to a bucket
     sampler: SamplerShape = SamplerShape()
     num_drafts: int = 0  # the most that a request of the batch may have verified
+    num_steps: int = 1  # how often it is run, one after another, and nothing absorbed in between
 
 
 @record

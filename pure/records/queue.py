@@ -186,6 +186,7 @@ class StepInFlight:
     entry: Int64[np.ndarray, " reqs"] | None = (
         None  # of the output, where forks learn what their parents learn
     )
+    num_steps: int = 1  # several: who ends on the way computes and brings fewer tokens than scheduled
 
 
 @record

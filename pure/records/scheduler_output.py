@@ -73,7 +73,7 @@ class SchedulerOutput:
     scheduled_new_reqs: tuple[NewRequestData, ...]
     scheduled_cached_reqs: CachedRequestData
     req_ids: tuple[str, ...]  # every scheduled request, in the order in which the batch is laid out
-    num_scheduled_tokens: Int32[np.ndarray, " reqs"]  # drafts included
+    num_scheduled_tokens: Int32[np.ndarray, " reqs"]  # drafts included, and all steps if there are several
     finished_req_ids: frozenset[str] = frozenset()
     preempted_req_ids: frozenset[str] = frozenset()
     scheduled_spec_decode_tokens: Mapping[str, tuple[int, ...]] = (
@@ -94,6 +94,7 @@ class SchedulerOutput:
     num_spec_tokens_to_schedule: int = 0
     kv_connector_metadata: Any = None
     ec_connector_metadata: Any = None
+    num_steps: int = 1  # several: each request computes a token in each, until it has its scheduled ones
 
     @property
     def total_num_scheduled_tokens(self) -> int:

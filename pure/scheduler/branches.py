@@ -220,6 +220,7 @@ def _with_fork(step: StepInFlight, parent: int, ticket: int) -> StepInFlight:
         samples=appended(step.samples, step.samples[place]),
         num_drafts=None if step.num_drafts is None else appended(step.num_drafts, step.num_drafts[place]),
         entry=appended(entry, entry[place]),
+        num_steps=step.num_steps,
     )
 
 

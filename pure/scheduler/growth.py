@@ -4,6 +4,7 @@ When one row lacks room, all rows are given blocks for the next `block_horizon` 
 its block tables once in so many steps. That is done only while at least as much stays available as is given, and
 nobody is preempted while a row holds blocks ahead of need: who lacks one then sits out until they are used up.
 Drafts come last: they take what budget the known tokens leave, and if blocks are short for them, none is verified.
+So do further steps: if blocks are short for them, there is one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,7 @@ class Served:
     new_block_ids: Mapping[str, BlockIds]
     copies: Mapping[str, Copies] = NOTHING
     preempted: tuple[RequestState, ...] = ()
+    num_steps: int = 1
 
 
 @record
@@ -46,9 +48,16 @@ class Given:
     copies: dict[str, Copies]  # into the first of the new blocks
 
 
-def serve_running(queue: Queue) -> Served:
-    """Each running request's next tokens and drafts, in order, within the budget, and blocks for them."""
+def serve_running(queue: Queue, num_steps: int = 1) -> Served:
+    """Each running request's next tokens and drafts, in order, within the budget, and blocks for them.
+
+    The tokens of `num_steps` steps, where all do nothing but decode and nobody waits, and there are blocks for it.
+    """
     wanted = _wanted(queue)
+    further = _further_steps(queue, wanted, num_steps) if num_steps > 1 else None
+    served = None if further is None else _give(queue, frozen(wanted + further))
+    if served is not None:
+        return replace(served, num_steps=num_steps)
     drafts = num_drafts(queue, wanted) if queue.config.num_spec_tokens else None
     served = None if drafts is None else _serve(queue, wanted, drafts)
     return served or _serve(queue, wanted) or _press(queue, wanted)
@@ -60,10 +69,37 @@ def _serve(queue: Queue, wanted: Tokens, drafts: Tokens | None = None) -> Served
     if drafts is not None:
         left = queue.config.max_num_batched_tokens - int(num_scheduled.sum())
         num_scheduled = frozen(num_scheduled + _within_budget(left, drafts))
+    return _give(queue, num_scheduled)
+
+
+def _give(queue: Queue, num_scheduled: Tokens) -> Served | None:
+    """These tokens, if there are blocks for all of them."""
     lacking = _lacking(queue, num_scheduled)
     if not lacking.any():
         return Served(queue, num_scheduled, NOTHING)
     return _extend_all(queue, num_scheduled) or _extend_lacking(queue, num_scheduled, lacking)
+
+
+def _further_steps(queue: Queue, wanted: Tokens, num_steps: int) -> Tokens | None:
+    """Tokens of each row in the steps behind the first of so many; None if they are not to be taken at once.
+
+    They are where whoever goes on ran in the last step too and says its next token in this one, and somebody takes all
+    of them. Rows at their limits only wait to be told of it.
+    """
+    counts, config = queue.running.counts, queue.config
+    left = queue.running.facts.length_limit - counts.num_tokens
+    goes_on = left > 0
+    decodes = (wanted == 1) & (counts.num_tokens - counts.num_computed == 1) & counts.ran
+    if (
+        config.num_spec_tokens
+        or len(queue.waiting)
+        or int(left.max(initial=0)) < num_steps
+        or int(wanted.sum()) > config.max_num_batched_tokens
+        or not decodes[goes_on].all()
+    ):
+        return None
+    further: Tokens = np.where(goes_on, np.minimum(left, num_steps) - 1, 0).astype(np.int32)
+    return further
 
 
 def _wanted(queue: Queue) -> Tokens:

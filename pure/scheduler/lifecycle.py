@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from purestep.pure.arrays import Tape, empty_column
+from purestep.pure.arrays import Tape, empty_column, frozen
 from purestep.pure.blocks import forget, make_pool
 from purestep.pure.errors import (
     DuplicateRequestError,
@@ -105,8 +105,17 @@ def add(queue: Queue, request: Request, *, vocab_size: int = ANY_VOCAB_SIZE) -> 
     )
 
 
-def finish(queue: Queue, req_id: str, reason: FinishReason, stop_reason: int | str | None = None) -> Queue:
+def finish(
+    queue: Queue,
+    req_id: str,
+    reason: FinishReason,
+    stop_reason: int | str | None = None,
+    *,
+    num_outputs: int | None = None,
+) -> Queue:
     """The queue without a request that the caller found to have ended, by a stop string for example.
+
+    It has so many outputs then: what was computed behind them is no part of it, and not offered to the prefix cache.
 
     Raises: InvalidRequestError for an id that is not in use.
     """
@@ -115,6 +124,8 @@ def finish(queue: Queue, req_id: str, reason: FinishReason, stop_reason: int | s
         raise InvalidRequestError(
             f"finish({req_id!r}, {reason!r}): no such request waits or runs; it may have ended"
         )
+    if num_outputs is not None:
+        queue = _settled_within(queue, ticket, num_outputs)
     queue, _ = _remove(queue, [ticket], reason, stop_reason)
     return queue
 
@@ -202,6 +213,15 @@ def _forks_without(waiting: Waiting, state: RequestState) -> Mapping[int, tuple[
         return waiting.forks
     others = tuple([ticket for ticket in forks if ticket != state.ticket])
     return MappingProxyType({**waiting.forks, state.parent: others})
+
+
+def _settled_within(queue: Queue, ticket: int, num_outputs: int) -> Queue:
+    """The queue that does not know a request to have computed more than what comes before its last output."""
+    facts, counts = queue.running.facts, queue.running.counts
+    most = facts.num_prompt + num_outputs - 1
+    settled = np.where(facts.ticket == ticket, np.minimum(counts.num_settled, most), counts.num_settled)
+    counts = replace(counts, num_settled=frozen(settled))
+    return replace(queue, running=replace(queue.running, counts=counts))
 
 
 def _remove(

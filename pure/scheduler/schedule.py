@@ -24,7 +24,7 @@ from purestep.pure.scheduler.rows import rows_of, stepped, tokens_of
 from purestep.pure.scheduler.sharing import block_copies
 
 
-def schedule(queue: Queue) -> tuple[Queue, SchedulerOutput]:
+def schedule(queue: Queue, num_steps: int = 1) -> tuple[Queue, SchedulerOutput]:
     """The next step's work: running requests first, then waiting ones, by priority and arrival.
 
     Continuous batching with chunked prefill: every request gets the tokens that it can compute, as far as
@@ -32,11 +32,13 @@ def schedule(queue: Queue) -> tuple[Queue, SchedulerOutput]:
     `async_scheduling` the next one can be scheduled before its output is known; without it, rows whose token is
     not known yet sit out. A row is not scheduled past its length limit, drafts included. In a step that preempts
     nobody is admitted. A steady batch hands out the same id tuple and the same token counts, the very objects.
+    `num_steps` steps are scheduled at once where nothing can change meanwhile but that a row ends: nobody waits, all
+    decode without drafts, and blocks suffice. Else it is one; the output says which.
 
     Every output with scheduled requests must be answered by `update`, in order; an empty one must not.
     Source: vllm/v1/core/sched/scheduler.py schedule.
     """
-    served = serve_running(queue)
+    served = serve_running(queue, num_steps)
     num_scheduled, admitted = served.num_scheduled, tuple[Admitted, ...]()
     queue = served.queue
     if served.preempted:
@@ -46,7 +48,8 @@ def schedule(queue: Queue) -> tuple[Queue, SchedulerOutput]:
         if admitted:
             num_scheduled = _with_admitted(queue.running, num_scheduled, admitted)
     news = _news(queue, num_scheduled)
-    drafts = _drafts_in(queue, num_scheduled) if queue.config.num_spec_tokens else None
+    ahead = _ahead(queue, num_scheduled) if queue.config.num_spec_tokens or served.num_steps > 1 else None
+    drafts = ahead if served.num_steps == 1 else None
     of_device = drafts if queue.config.drafts_on_device else None
     copies = (*served.copies.values(), *(new.copies for new in admitted))
     output = SchedulerOutput(
@@ -60,15 +63,16 @@ def schedule(queue: Queue) -> tuple[Queue, SchedulerOutput]:
         num_device_drafts=None if of_device is None else frozen(of_device[num_scheduled > 0]),
         block_copies=block_copies(copies, len(queue.pools)) if copies else (),
         num_spec_tokens_to_schedule=queue.config.num_spec_tokens,
+        num_steps=served.num_steps,
     )
-    return _advance(queue, num_scheduled, news, drafts), output
+    return _advance(queue, num_scheduled, news, ahead, served.num_steps), output
 
 
-def _drafts_in(queue: Queue, num_scheduled: Int32[np.ndarray, " rows"]) -> Int32[np.ndarray, " rows"] | None:
-    """How many of the rows' scheduled tokens are drafts; None if nobody has any."""
+def _ahead(queue: Queue, num_scheduled: Int32[np.ndarray, " rows"]) -> Int32[np.ndarray, " rows"] | None:
+    """How many of the rows' scheduled tokens follow the last one: drafts or further steps; None if there are none."""
     counts = queue.running.counts
-    drafts = frozen(np.maximum(counts.num_computed + num_scheduled - counts.num_tokens, 0))
-    return drafts if drafts.any() else None
+    ahead = frozen(np.maximum(counts.num_computed + num_scheduled - counts.num_tokens, 0))
+    return ahead if ahead.any() else None
 
 
 def _with_admitted(
@@ -153,16 +157,20 @@ def _advance(
     queue: Queue,
     num_scheduled: Int32[np.ndarray, " rows"],
     news: News,
-    drafts: Int32[np.ndarray, " rows"] | None,
+    ahead: Int32[np.ndarray, " rows"] | None,
+    num_steps: int,
 ) -> Queue:
-    """The queue as if the step had been done and all drafts accepted, and one token more known of where it will be."""
+    """The queue as if the step had been done and all drafts accepted, and one token more known of where it will be.
+
+    So many tokens `ahead` of the last one are drafts, or those of further steps.
+    """
     running, counts = queue.running, queue.running.counts
     if not len(news.req_ids):
         still = empty_column(len(running), np.bool_)
         return stepped(queue, replace(counts, ran=still) if counts.ran.any() else counts, news=news)
     runs = num_scheduled > 0
     num_computed = frozen(counts.num_computed + num_scheduled)
-    num_tokens = counts.num_tokens if drafts is None else counts.num_tokens + drafts
+    num_tokens = counts.num_tokens if ahead is None else counts.num_tokens + ahead
     samples = frozen(runs & (num_computed == num_tokens))
     counts = RunningCounts(
         num_tokens=frozen(num_tokens + samples),
@@ -173,7 +181,10 @@ def _advance(
         next_offer=counts.next_offer,
         ran=counts.ran if (runs == counts.ran).all() else frozen(runs),
     )
-    step = StepInFlight(news.req_ids, running.facts.ticket, num_scheduled, samples, drafts)
+    drafts = ahead if num_steps == 1 else None
+    step = StepInFlight(
+        news.req_ids, running.facts.ticket, num_scheduled, samples, drafts, num_steps=num_steps
+    )
     if len(news.req_ids) < len(running):
         step = _only(step, np.flatnonzero(runs))
     in_flight = (*queue.in_flight, step)
@@ -189,4 +200,5 @@ def _only(step: StepInFlight, rows: NDArray[np.int64] | Bool[np.ndarray, " rows"
         num_scheduled=frozen(step.num_scheduled[rows]),
         samples=frozen(step.samples[rows]),
         num_drafts=drafts,
+        num_steps=step.num_steps,
     )

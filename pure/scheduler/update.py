@@ -35,7 +35,7 @@ class Learnt:
     num_computed: Int[np.ndarray, " reqs"]
     has_nan: Bool[np.ndarray, " reqs"]
     num_kept: Int[np.ndarray, " reqs"]  # tokens
-    num_rejected: Int[np.ndarray, " reqs"] | None = None  # drafts; None: there were none
+    num_rejected: Int[np.ndarray, " reqs"] | None = None  # tokens that did not come; None: all had to
 
 
 def update(queue: Queue, req_ids: tuple[str, ...], output: StepOutput) -> tuple[Queue, tuple[Finished, ...]]:
@@ -44,9 +44,9 @@ def update(queue: Queue, req_ids: tuple[str, ...], output: StepOutput) -> tuple[
     A request ends with a stop id once it has `min_tokens` outputs, at its length limit, and, as an error, where its
     logits were NaN: then none of its blocks stays in the prefix cache. Full blocks below the settled length are offered
     to the cache while the prompt is computed, those of outputs when the request leaves. Of several tokens those behind
-    one that ends the request are dropped; counts fall by the drafts that were not accepted. What is said about requests
-    that have ended since is dropped. Entries of `output`, on the host, are in the order of `req_ids`; padding behind
-    them is ignored.
+    one that ends the request are dropped; counts fall by the drafts that were not accepted, and by further steps of a
+    request that ended before them. What is said about requests that have ended since is dropped. Entries of `output`,
+    on the host, are in the order of `req_ids`; padding behind them is ignored.
 
     Raises:
         SchedulerOutputError: an output of another step than the oldest in flight, of other lengths, or one that has a
@@ -83,11 +83,19 @@ def _oldest(queue: Queue, req_ids: tuple[str, ...]) -> StepInFlight:
     return queue.in_flight[0]
 
 
+def _most(step: StepInFlight) -> NDArray[Any] | None:
+    """Tokens that each request may bring, where these are several: one behind each draft, or one a step."""
+    if step.num_steps > 1:
+        return step.num_scheduled
+    return None if step.num_drafts is None else 1 + step.num_drafts
+
+
 def _num_rejected(step: StepInFlight, num_kept: NDArray[np.int32]) -> NDArray[np.int32] | None:
-    """Drafts of each request that were not accepted, or that the device did not have."""
-    if step.num_drafts is None:
+    """Drafts of each request that were not accepted, or that the device did not have; steps that it did not take."""
+    most = _most(step)
+    if most is None:
         return None
-    rejected: NDArray[np.int32] = np.where(step.samples, step.num_drafts + 1 - num_kept, 0)
+    rejected: NDArray[np.int32] = np.where(step.samples, most - num_kept, 0)
     return rejected
 
 
@@ -104,19 +112,23 @@ def _check(
 ) -> None:
     """What the device did is what was scheduled, for requests that are there and had computed so much `before`."""
     num_computed: NDArray[Any] = before + step.num_scheduled
-    most: Any = 1
-    if learnt.num_rejected is not None and step.num_drafts is not None:
-        num_computed, most = num_computed - learnt.num_rejected, 1 + step.num_drafts
+    most = _most(step)
+    if learnt.num_rejected is not None:
+        num_computed = num_computed - learnt.num_rejected
     num_kept = learnt.num_kept
-    wrong = ((num_kept > 0) != step.samples) | (num_kept > most) | (learnt.num_computed != num_computed)
+    wrong = (
+        ((num_kept > 0) != step.samples)
+        | (num_kept > (1 if most is None else most))
+        | (learnt.num_computed != num_computed)
+    )
     wrong &= is_there
     if np.count_nonzero(wrong):
         index = int(np.flatnonzero(wrong)[0])
         entry = index if step.entry is None else int(step.entry[index])
         num_drafts = 0 if step.num_drafts is None else step.num_drafts[index]
         raise SchedulerOutputError(
-            f"request {step.req_ids[entry]!r}: the step computes {step.num_scheduled[index]} tokens after "
-            f"{before[index]}, {num_drafts} of them drafts, and {'samples' if step.samples[index] else 'keeps none'}; "
+            f"request {step.req_ids[entry]!r}: {step.num_steps} steps compute {step.num_scheduled[index]} tokens after "
+            f"{before[index]}, {num_drafts} of them drafts, and {'sample' if step.samples[index] else 'keep none'}; "
             f"the output says {learnt.num_computed[index]} computed tokens and has {learnt.tokens[index].tolist()} "
             "(-1: none): the device ran another plan"
         )
@@ -163,7 +175,9 @@ def _settle_running(queue: Queue, learnt: Learnt) -> tuple[Queue, tuple[Finished
     if stops is not None:
         done |= stops
         tokens = np.where(np.arange(tokens.shape[1]) < num_kept[:, None], tokens, -1)
-        num_settled = np.minimum(num_settled, num_known)  # what lies behind a stop is no part of the request
+        num_settled = np.minimum(
+            num_settled, num_known - 1
+        )  # what lies behind a stop is no part of the request
     has_nan = learnt.has_nan & ~done
     to_offer = (num_settled >= counts.next_offer) & ~has_nan
     counts = RunningCounts(

@@ -25,6 +25,7 @@ def bench(
     what: Sequence[str] | None,
     batches: Sequence[int] | None,
     context: int | None,
+    unroll: int | None,
     peers: bool,
     json_out: Path | None,
     plot_out: Path | None,
@@ -50,6 +51,7 @@ def bench(
         what=WHAT if what is None else tuple(what),
         batches=usual_batches(subject) if batches is None else best_batches(batches),
         peers=installed() if peers else (),
+        unroll=unroll,
     )
     rows, own = list[Row](), about(device)
     try:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from purestep.pure.errors import InvalidParameterError
+from purestep.pure.records.layout import LayoutBounds, sampler_features, sampler_shape
 from purestep.pure.records.sampling_params import SamplingParams
 from purestep.state.bench.floors import kv_bytes
 from purestep.state.bench.methods import Generate, Method, Prompts, Tokens
@@ -48,6 +49,15 @@ def decode_engine(
         "capture_progress": False,
     }
     return Engine(loaded, **(settings | sizes))
+
+
+def steps_at_once(engine: Engine, batch: int, sampling: Mapping[str, Any]) -> int:
+    """How many decode steps of so many prompts the engine runs by one launch."""
+    features = sampler_features(SamplingParams(**sampling), engine.limits.vocab_size, ())
+    bounds = LayoutBounds(
+        num_reqs=batch, num_tokens=batch, max_query_len=1, sampler=sampler_shape(features, -1)
+    )
+    return engine.turns.steps_at_once(bounds)
 
 
 def prefill_engine(loaded: LoadedModel, subject: Subject, method: Method, **sizes: Any) -> Engine:

@@ -7,7 +7,7 @@ import attrs
 
 from purestep.pure.errors import InvalidParameterError
 from purestep.state.bench.clocks import Clock, clock_of
-from purestep.state.bench.engines import decode_engine, generator_of, prefill_engine
+from purestep.state.bench.engines import decode_engine, generator_of, prefill_engine, steps_at_once
 from purestep.state.bench.floors import Rates, decode_floor_ms, measure_rates, prefill_ceiling
 from purestep.state.bench.methods import (
     CPU_METHOD,
@@ -42,6 +42,7 @@ class Wanted:
     what: tuple[str, ...] = WHAT
     batches: tuple[int, ...] = (1, 8)
     peers: tuple[Peer, ...] = ()
+    unroll: int | None = None  # decode steps of ours in one launch; None: what an engine does by default
 
     def __attrs_post_init__(self) -> None:
         if not self.what or set(self.what) - set(WHAT):
@@ -131,9 +132,11 @@ class Bench:
         """Decode, the bare step and the host's share of it, for each batch; then prefill."""
         wanted, subject, method = self.wanted, self.wanted.subject, self.wanted.method
         if wanted.samplings or "host" in wanted.what:
-            with decode_engine(self.loaded, subject, method, wanted.batches) as engine:
+            with decode_engine(self.loaded, subject, method, wanted.batches, unroll=wanted.unroll) as engine:
                 for batch in wanted.batches:
-                    yield from self.decode_rows(generator_of(engine), batch)
+                    for row in self.decode_rows(generator_of(engine), batch):
+                        unroll = steps_at_once(engine, batch, SAMPLINGS[row.bench])
+                        yield attrs.evolve(row, facts={**row.facts, "unroll": unroll})
                     yield from self.steady_rows(engine, batch)
         if "prefill" in wanted.what:
             with prefill_engine(self.loaded, subject, method) as engine:
@@ -169,12 +172,16 @@ class Bench:
             if "decode" in wanted.what:
                 step = step_ms(turns, method, self.clock)
                 row = self.decode_row("decode", batch, step.ms)
-                yield attrs.evolve(row, level="step", facts={**row.facts, "uploads": step.num_uploads})
+                yield attrs.evolve(
+                    row, level="step", facts={**row.facts, "uploads": step.num_uploads, "unroll": 1}
+                )
             if "host" in wanted.what:
                 facts = {"includes_step": not wanted.subject.is_gpu}  # a CPU computes it meanwhile
                 host = Row(bench="host", shape=wanted.name, batch=batch, unit="us", value=None, facts=facts)
                 yield attrs.evolve(host, level="step", value=run_us(turns, method, self.clock))
-                yield attrs.evolve(host, value=turn_us(turns, method, self.clock))
+                unroll = steps_at_once(engine, batch, SAMPLINGS["decode"])
+                facts |= {"unroll": unroll}
+                yield attrs.evolve(host, value=turn_us(turns, method, self.clock), facts=facts)
 
     def prefill_row(self, generate: Generate, peer: Peer | None = None) -> Row:
         """Prompt tokens per second, and at most how many the matrix products allow."""

@@ -104,16 +104,18 @@ def run_us(turns: Turns, method: Method, clock: Clock) -> float:
 
 
 def turn_us(turns: Turns, method: Method, clock: Clock) -> float:
-    """Microseconds that the host takes for a whole turn of the engine; the median of the steps.
+    """Microseconds that the host takes for a step in a whole turn of the engine, which may be of several; the median.
 
     The device is idle before, so that with a step ahead nothing is waited for: what is left is scheduling, planning,
     launching, settling and keeping account of tokens. A CPU computes the step meanwhile.
     """
-    seconds = []
-    for _ in range(method.host_steps):
+    seconds, num_steps = list[float](), 0
+    while num_steps < method.host_steps:
         begun = clock.idle()
         take_turn(turns)
-        seconds.append(clock.now() - begun)
+        at_once = turns.now.batch.layout.bounds.num_steps
+        seconds.append((clock.now() - begun) / at_once)
+        num_steps += at_once
     return statistics.median(seconds) * 1e6
 
 

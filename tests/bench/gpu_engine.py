@@ -3,8 +3,8 @@
     PYTHONPATH=.ci/src:.ci/test python -P tests/bench/gpu_engine.py OUT.json [--shapes 1B 8B] [--batches 1 8 64 256]
         [--what decode prefill sampled startup host capture] [--peers]
 
-How things are timed is said in `purestep.state.bench.methods`. Random weights, bfloat16. The exit status is 1 if tokens
-differ.
+`--unroll` says how many decode steps one launch is of. How things are timed is said in `purestep.state.bench.methods`.
+Random weights, bfloat16. The exit status is 1 if tokens differ.
 """
 
 import argparse
@@ -45,7 +45,7 @@ CAPTURE = {"s": 15.0, "bytes": 2**30}
 
 
 def check_equal() -> list[dict[str, Any]]:
-    """Tokens of a small float32 model: on the CPU, eagerly on the GPU, captured, and captured one step ahead."""
+    """Tokens of a small float32 model: on the CPU, eagerly on the GPU, captured, steps ahead, and several at once."""
     config = tiny_config(vocab_size=512, hidden_size=128, num_layers=4, max_position_embeddings=512)
     model, params = llama(config), random_params(config, seed=1, std=0.3)
     there = Params(pytree.tree_map(lambda leaf: leaf.cuda(), params.tree))
@@ -69,9 +69,11 @@ def check_equal() -> list[dict[str, Any]]:
     }
     worlds: dict[str, Any] = {
         "eager": {"cudagraph_mode": CUDAGraphMode.NONE, "steps_ahead": 0},
-        "captured": {"steps_ahead": 0},
-        "captured, one ahead": {"steps_ahead": 1},
-        "captured, two ahead": {"steps_ahead": 2},
+        "captured": {"steps_ahead": 0, "unroll": 1},
+        "captured, one ahead": {"steps_ahead": 1, "unroll": 1},
+        "captured, two ahead": {"steps_ahead": 2, "unroll": 1},
+        "captured, 4 steps at once": {"steps_ahead": 0, "unroll": 4},
+        "captured, 8 steps at once, one ahead": {"steps_ahead": 1, "unroll": 8},
     }
     rows = []
     for name, sampling in wanted.items():
@@ -85,23 +87,25 @@ def check_equal() -> list[dict[str, Any]]:
     return rows
 
 
-def capture_row(shape: str) -> dict[str, Any]:
+def capture_row(shape: str, unroll: int | None) -> dict[str, Any]:
     """What the engine captures by default for this shape, how long that takes, and how much memory graphs hold."""
     config = SHAPES[shape]
     params = random_params(config, seed=0, dtype=torch.bfloat16, device="cuda")
-    with Engine(
-        (llama(config), params), device="cuda", dtype=torch.bfloat16, capture_progress=False
-    ) as engine:
-        report = engine.capture_report
-    assert report is not None
+    settings: dict[str, Any] = {"dtype": torch.bfloat16, "capture_progress": False, "unroll": unroll}
+    with Engine((llama(config), params), device="cuda", **settings) as engine:
+        report, captured = engine.capture_report, engine.turns.bound.captured
+        assert report is not None and captured is not None
+        several = sum(key.num_steps > 1 for key in captured.keys)
     print(
-        f"{shape:5} {report.num_graphs} graphs: {report.seconds:.1f} s, {report.num_bytes:,} bytes",
+        f"{shape:5} {report.num_graphs} graphs, {several} of several steps: {report.seconds:.1f} s, "
+        f"{report.num_bytes:,} bytes",
         flush=True,
     )
     return {
         "bench": "capture",
         "shape": shape,
         "graphs": report.num_graphs,
+        "of_several_steps": several,
         "s": report.seconds,
         "bytes": report.num_bytes,
         "target": CAPTURE,
@@ -144,6 +148,7 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--shapes", nargs="*", default=["1B"], choices=list(DECODE))
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 8, 64, 256])
+    parser.add_argument("--unroll", type=int, help="decode steps in one launch")
     parser.add_argument("--what", nargs="*", default=[*WHAT, "capture"], choices=[*WHAT, "capture"])
     parser.add_argument(
         "--peers", action="store_true", help="installed engines beside ours, which takes minutes"
@@ -160,11 +165,12 @@ def main() -> int:
             what=tuple([what for what in options.what if what != "capture"]),
             batches=tuple(options.batches),
             peers=installed() if options.peers else (),
+            unroll=options.unroll,
         )
         if wanted.what:
             rows += with_targets(measure(wanted, rates=rates))
         if "capture" in options.what:
-            rows.append(capture_row(name))
+            rows.append(capture_row(name, options.unroll))
         torch.cuda.empty_cache()
     own = about("cuda")
     options.out.write_text(json.dumps([row | own for row in rows], indent=1) + "\n")

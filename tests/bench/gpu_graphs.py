@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 
@@ -27,15 +28,18 @@ from purestep.kernels.types import Kernels
 from purestep.pure.errors import CaptureError
 from purestep.pure.models.initialize import random_params, tiny_config
 from purestep.pure.models.llama import llama
+from purestep.pure.plan import plan_step
 from purestep.pure.record import replace
 from purestep.pure.records.dispatch import CUDAGraphMode
 from purestep.pure.records.params import Params
 from purestep.pure.records.sampling_params import SamplingParams
+from purestep.pure.scheduler import schedule
+from purestep.pure.update import update_states
 from purestep.state.bare import plans_ahead
 from purestep.state.engine import Engine
 from purestep.state.graph_api import CudaGraphs, GraphApi
-from purestep.state.graphs import GraphKey
-from purestep.state.run import run, run_unrolled
+from purestep.state.launch import whole_step
+from purestep.state.run import run
 from purestep.state.setup import cuda_kernels
 from tests.state.fake_graphs import FakeGraphs
 
@@ -58,7 +62,8 @@ SAMPLINGS = {
 }
 MODES: dict[str, dict[str, Any]] = {
     "none": {"cudagraph_mode": CUDAGraphMode.NONE},
-    "full decode only": {"cudagraph_mode": CUDAGraphMode.FULL_DECODE_ONLY},
+    "full decode only": {"cudagraph_mode": CUDAGraphMode.FULL_DECODE_ONLY, "unroll": 1},
+    "full decode only, 4 steps at once": {"cudagraph_mode": CUDAGraphMode.FULL_DECODE_ONLY, "unroll": 4},
     "full": {"cudagraph_mode": CUDAGraphMode.FULL, "capture_sizes": (1, 4, 8, 16, 32, 64, 96)},
     "piecewise": {"cudagraph_mode": CUDAGraphMode.PIECEWISE, "capture_sizes": (1, 4, 8, 16, 32, 64, 96)},
     "full and piecewise": {
@@ -108,7 +113,7 @@ def modes(device: Device) -> Iterator[Row]:
 
 def decoding(device: Device, params: SamplingParams, num_reqs: int = 8) -> Engine:
     """An engine whose requests are behind their prefill."""
-    engine = device.engine(steps_ahead=1, block_horizon=64)
+    engine = device.engine(steps_ahead=1, block_horizon=64, unroll=1)
     for i in range(num_reqs):
         engine.add_request(str(i), prompts()[i], params)
     for _ in range(8):
@@ -116,20 +121,25 @@ def decoding(device: Device, params: SamplingParams, num_reqs: int = 8) -> Engin
     return engine
 
 
-def begun(engine: Engine, num_steps: int, *, key: GraphKey | None = None) -> list[Any]:
-    """Steps begun one after another on the engine's buffers (as one, with a key of so many), behind its back."""
+def begun(engine: Engine, num_steps: int, *, at_once: bool) -> list[Any]:
+    """Steps begun one after another on the engine's buffers, or as one, behind its back."""
     turns = engine.turns
-    leased, plans, pending = turns.now.leased, plans_ahead(turns, num_steps), []
-    if key is not None:
-        leased, pending = run_unrolled(turns.bound, leased, [plan for plan, _ in plans], key=key)
-    else:
-        for plan, own in plans:
-            assert own is not None
-            leased, result = run(turns.bound, leased, plan, key=own)
-            pending.append(result)
+    now, pending = turns.now, []
+    leased, plans = now.leased, plans_ahead(turns, num_steps)
+    if at_once:
+        _, scheduled = schedule(now.queue, num_steps)
+        batch = update_states(now.batch, scheduled)
+        padded, key = whole_step(turns.bound, turns.dispatch_keys, batch, leased.absorbed)
+        assert key is not None and key.num_steps == num_steps
+        plans = [(plan_step(padded, leased.absorbed), key)]
+    for plan, own in plans:
+        assert own is not None
+        leased, result = run(turns.bound, leased, plan, key=own)
+        pending.append(result)
     state = leased.value
     leaves = (state.ledger.table, state.token_ids[:-1], *(kv[1:] for kv in state.kv))
-    return [[p.result().sampled_token_ids.tolist() for p in pending], [leaf.cpu().clone() for leaf in leaves]]
+    tokens = np.concatenate([own.result().sampled_token_ids for own in pending], axis=1)
+    return [tokens.tolist(), [leaf.cpu().clone() for leaf in leaves]]
 
 
 def unrolled(device: Device) -> Iterator[Row]:
@@ -143,11 +153,8 @@ def unrolled(device: Device) -> Iterator[Row]:
             ((_, key),) = plans_ahead(turns, 1)
             assert key is not None
             if num_steps > 1:
-                key = replace(key, num_steps=num_steps)
-                turns.bound.captured.capture([key])
-                results.append(begun(engine, 8, key=key))
-            else:
-                results.append(begun(engine, 8))
+                turns.bound.captured.capture([replace(key, num_steps=num_steps)])
+            results.append(begun(engine, 8, at_once=num_steps > 1))
             engine.close()
         (one, leaves), (many, others) = results
         holds = one == many and all(torch.equal(a, b) for a, b in zip(leaves, others, strict=True))

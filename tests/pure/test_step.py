@@ -24,7 +24,7 @@ from purestep.pure.records.params import Params
 from purestep.pure.records.sampling_params import SamplingParams
 from purestep.pure.records.state import StepState
 from purestep.pure.settle import settle
-from purestep.pure.step import execute, sample, step, unroll
+from purestep.pure.step import execute, joined, sample, step, unroll
 from purestep.pure.update import update_states
 from tests.laws import assert_pure, equal
 from tests.lives import Life
@@ -190,6 +190,29 @@ def test_unroll_is_that_many_steps(num_steps: int) -> None:
     assert equal(outputs, tuple(singly))
     if num_steps:
         assert equal(at_once, state)
+
+
+def test_outputs_of_several_steps_are_joined_request_by_request() -> None:
+    """A column of tokens for each step; log-probabilities of a request one step after the other."""
+    params: dict[str, Any] = {"logprobs": 2, "kept_mass": True, "top_k": 5, "seed": 3, "max_tokens": 4}
+    _, outputs = unroll(MODEL, PARAMS, decoding_state(three(**params)), 5, kernels=reference)
+    joint = assert_pure(joined, outputs)
+
+    tokens = [[int(output.sampled_token_ids[i, 0]) for output in outputs] for i in range(3)]
+    assert joint.sampled_token_ids.tolist() == tokens
+    assert any(own[-1] < 0 for own in tokens) and all(own[0] >= 0 for own in tokens)
+    assert equal(
+        (joint.num_computed_tokens, joint.active), (outputs[-1].num_computed_tokens, outputs[-1].active)
+    )
+    for i, output in enumerate(outputs):
+        rows = slice(i, None, len(outputs))
+        assert joint.logprobs_tensors is not None and joint.kept_mass is not None
+        assert equal(joint.logprobs_tensors.logprobs[rows], output.logprobs_tensors.logprobs)
+        assert equal(
+            joint.logprobs_tensors.selected_token_ranks[rows], output.logprobs_tensors.selected_token_ranks
+        )
+        assert equal(joint.kept_mass.drawn_logprobs[rows], output.kept_mass.drawn_logprobs)
+    assert assert_pure(joined, outputs[:1]) is outputs[0]
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])

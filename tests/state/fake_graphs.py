@@ -10,6 +10,11 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from purestep.pure.record import replace
+from purestep.pure.records.layout import SamplerShape
+from purestep.state.engine import Engine
+from purestep.state.graphs import GraphKey
+
 
 class FakeGraph:
     """One captured function."""
@@ -52,3 +57,20 @@ class FakeGraphs:
     @property
     def num_replays(self) -> int:
         return sum(graph.num_replays for graph in self.captured)
+
+
+def unrolled(num_steps: int, num_reqs: int = 8) -> dict[str, Any]:
+    """Settings of an engine that replays so many steps at once, of so many requests; 1: it has no graphs."""
+    if num_steps == 1:
+        return {}
+    sizes = {"capture_sizes": (num_reqs,), "capture_samplers": ()}
+    return {"graph_api": FakeGraphs(), "unroll": num_steps, **sizes}
+
+
+def capture_samplers(own: Engine, num_steps: int) -> None:
+    """Have graphs of so many steps for whatever samplers graphs can be of, at the engine's batch sizes."""
+    shape = SamplerShape(random=True, truncated=True, penalties=True, min_tokens=True, kept_mass=True)
+    shapes = shape, replace(shape, num_logprobs=3, logprobs_modes=("raw_logprobs",))
+    captured, full = own.turns.bound.captured, own.turns.dispatch_keys.full
+    assert captured is not None
+    captured.capture([GraphKey(d, s, num_steps) for d in full.values() if d.uniform for s in shapes])

@@ -23,7 +23,7 @@ from purestep.state.results import RequestOutput
 from tests.bugs.tiny_engine import CONFIG, GREEDY, drained, engine
 from tests.laws import digest
 from tests.profiles import examples
-from tests.state.fake_graphs import FakeGraphs
+from tests.state.fake_graphs import FakeGraphs, capture_samplers, unrolled
 
 PROMPTS = [(5, 9, 2, 7), (1, 1, 3), (40, 8, 22, 17, 5, 6, 30, 2, 9), (5, 9, 2, 8), tuple(range(20))]
 KINDS = [
@@ -89,17 +89,20 @@ def something_else(own: Engine, rng: Random) -> None:
     st.integers(0, 7),
     st.booleans(),
     st.sampled_from([40, 20]),
+    st.sampled_from([1, 1, 3]),
 )
 def test_a_rewound_engine_gives_the_results_that_it_gave(
-    rng: Random, steps_ahead: int, num_steps: int, caching: bool, kibibytes: int
+    rng: Random, steps_ahead: int, num_steps: int, caching: bool, kibibytes: int, unroll: int
 ) -> None:
-    """Tokens, ends, log-probabilities; twice, whatever ran in between.
+    """Tokens, ends, log-probabilities; twice, whatever ran in between; several steps in one replay, too.
 
     Where blocks are few, requests are preempted, and moments may leave none at all: what then goes on is the rest.
     """
     sizes = {"max_num_reqs": 5, "max_num_batched_tokens": 16, "kv_cache_bytes": kibibytes * 1024}
     settings: dict[str, Any] = {"steps_ahead": steps_ahead, "enable_prefix_caching": caching, **sizes}
-    with suppress(OutOfBlocksError), engine(**settings) as own:
+    with suppress(OutOfBlocksError), engine(**settings, **unrolled(unroll, 5)) as own:
+        if unroll > 1:
+            capture_samplers(own, unroll)
         add(own, rng, "abc")
         told = {output.req_id for _ in range(num_steps) for output in own.step() if output.finished}
         with own.remember() as moment:

@@ -17,6 +17,7 @@ from purestep.state.engine import Engine
 from tests.bugs.tiny_engine import GREEDY, alone, drained, engine
 from tests.laws import digest
 from tests.profiles import examples
+from tests.state.fake_graphs import capture_samplers, unrolled
 from tests.state.test_engine_moment import PROMPTS, words
 
 SAMPLED = SamplingParams(seed=3, max_tokens=12, logprobs=1)
@@ -29,14 +30,17 @@ SAMPLED = SamplingParams(seed=3, max_tokens=12, logprobs=1)
     st.integers(0, 8),
     st.sampled_from([GREEDY, SAMPLED, replace(SAMPLED, presence_penalty=0.5, logit_bias={3: 2.0})]),
     st.booleans(),
+    st.sampled_from([1, 1, 2]),
 )
 def test_a_fork_has_its_parents_history_and_changes_nothing_of_it(
-    rng: Random, steps_ahead: int, num_steps: int, params: SamplingParams, caching: bool
+    rng: Random, steps_ahead: int, num_steps: int, params: SamplingParams, caching: bool, unroll: int
 ) -> None:
     """Forked anywhere, forks forked too: all that keep the stream get what the first one gets alone."""
     prompt = rng.choice(PROMPTS)
-    sizes = {"max_num_reqs": 6, "max_num_batched_tokens": rng.choice([4, 16])}
+    sizes = {"max_num_reqs": 6, "max_num_batched_tokens": rng.choice([4, 16]), **unrolled(unroll, 6)}
     with engine(steps_ahead=steps_ahead, enable_prefix_caching=caching, **sizes) as own:
+        if unroll > 1:
+            capture_samplers(own, unroll)
         own.add_request("a", prompt, params, stream=0)
         own.add_request("other", rng.choice(PROMPTS), params)
         results, shared, same = {}, dict[str, tuple[int, ...]](), {"a"}

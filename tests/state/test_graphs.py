@@ -66,6 +66,7 @@ PARAMETERS = st.builds(
     st.booleans(),
     st.integers(4, 32),
     st.sampled_from([14, 40]),
+    st.integers(1, 5),
 )
 def test_captured_steps_and_steps_ahead_give_the_tokens_of_plain_ones(
     prompts: list[list[int]],
@@ -74,11 +75,13 @@ def test_captured_steps_and_steps_ahead_give_the_tokens_of_plain_ones(
     captured: bool,
     budget: int,
     num_blocks: int,
+    unroll: int,
 ) -> None:
     api = FakeGraphs() if captured else None
     sizes = {"max_num_batched_tokens": budget, "kv_cache_bytes": num_blocks * 1024}
 
-    assert tokens(prompts, params, steps_ahead=steps_ahead, graph_api=api, **sizes) == tokens(prompts, params)
+    found = tokens(prompts, params, steps_ahead=steps_ahead, graph_api=api, unroll=unroll, **sizes)
+    assert found == tokens(prompts, params)
 
 
 def test_decode_batches_are_replayed_and_padded_to_what_was_captured() -> None:

@@ -15,7 +15,7 @@ from purestep.state import book, buffers, calls, engine, engine_moment, graphs, 
 from purestep.state.engine import Engine
 from tests.bugs import tiny_engine
 from tests.bugs.tiny_engine import GREEDY
-from tests.state.fake_graphs import FakeGraph, FakeGraphs
+from tests.state.fake_graphs import FakeGraph, FakeGraphs, unrolled
 
 CAPTURES = {module.__file__ for module in (buffers, engine, graphs, run, turns)}
 FILES = {module.__file__ for module in (book, calls, engine, engine_moment, transcript, turns)}
@@ -67,18 +67,18 @@ def drained(own: Engine, results: dict[str, tuple[int, ...]]) -> dict[str, tuple
     raise AssertionError("it does not end")
 
 
-def expected(**prompts: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    params = replace(GREEDY, max_tokens=2)
+def expected(max_tokens: int = 2, **prompts: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    params = replace(GREEDY, max_tokens=max_tokens)
     return {name: tiny_engine.alone(prompt, params).token_ids for name, prompt in prompts.items()}
 
 
-@pytest.mark.parametrize("steps_ahead", [0, 1])
+@pytest.mark.parametrize(("steps_ahead", "unroll", "max_tokens"), [(0, 1, 2), (1, 1, 2), (1, 2, 4)])
 def test_a_step_that_landed_is_published_whatever_interrupts(
-    steps_ahead: int, unchecked_records: None
+    steps_ahead: int, unroll: int, max_tokens: int, unchecked_records: None
 ) -> None:
     """A call of `step` is interrupted anywhere: the next ones tell what it would have told, and no block is lost."""
-    own_tokens, params = expected(a=A, b=B), replace(GREEDY, max_tokens=2)
-    with tiny_engine.engine(steps_ahead=steps_ahead, max_num_reqs=2) as own:
+    own_tokens, params = expected(max_tokens, a=A, b=B), replace(GREEDY, max_tokens=max_tokens)
+    with tiny_engine.engine(steps_ahead=steps_ahead, max_num_reqs=2, **unrolled(unroll, 2)) as own:
 
         def doing(interrupt: Interrupt) -> None:
             own.add_request("a", A, params)

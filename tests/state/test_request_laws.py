@@ -23,6 +23,7 @@ from tests.bugs.tiny_engine import CONFIG, MODEL, Tokens, drained
 from tests.grammars import EOS, needs_xgrammar, small_tokenizer
 from tests.profiles import examples
 from tests.state import test_runner as runners
+from tests.state.fake_graphs import capture_samplers, unrolled
 from tests.state.upstream import serve
 
 VOCAB, LONGEST = MODEL.vocab_size, 48
@@ -96,6 +97,7 @@ def columns(told: Any) -> list[np.ndarray]:
     st.sampled_from([3, 8, 64]),
     st.sampled_from([11, 40]),
     st.integers(0, 2),
+    st.sampled_from([1, 2, 5]),
 )
 def test_asynchronous_is_synchronous(
     xgrammar: None,
@@ -105,13 +107,16 @@ def test_asynchronous_is_synchronous(
     budget: int,
     num_blocks: int,
     steps_ahead: int,
+    unroll: int,
 ) -> None:
     """Penalties, grammars, log-probabilities, stop strings, processors: begun at some turn, thrown out of a small
-    cache, some aborted at another turn, any number of steps ahead. Who is not aborted gets what it gets alone; who is
-    has the beginning of that."""
+    cache, some aborted at another turn, any number of steps ahead, several in one replay. Who is not aborted gets what
+    it gets alone; who is has the beginning of that."""
     sizes = {"max_num_batched_tokens": budget, "kv_cache_bytes": num_blocks * 1024}
     results = dict[str, RequestOutput]()
-    with engine(**sizes, steps_ahead=steps_ahead) as own:
+    with engine(**sizes, steps_ahead=steps_ahead, **unrolled(unroll)) as own:
+        if unroll > 1:
+            capture_samplers(own, unroll)
         for turn in range(200):
             for i, (prompt, kind, begins) in enumerate(asked):
                 if begins == turn:

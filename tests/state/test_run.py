@@ -137,7 +137,7 @@ def test_whole_steps_of_requests_with_processors_are_refused_and_the_lease_stays
     bounds = replace(batch.layout.bounds, sampler=SamplerShape(extras=True))
     asking = replace(batch, layout=replace(batch.layout, bounds=bounds))
 
-    with pytest.raises(ExtrasError, match="1 whole steps, of requests with logits_processors"):
+    with pytest.raises(ExtrasError, match="a whole step of requests with logits_processors"):
         run(bound, leased, plan_step(asking, leased.absorbed))
     run(bound, leased, plan_step(batch, leased.absorbed))
 

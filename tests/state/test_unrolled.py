@@ -1,21 +1,23 @@
-"""Many steps in one go, captured or not: the tokens, the ledger and the batch of single steps."""
+"""Several steps in one go, captured or not: the tokens, the ledger, the cache and the batch of single steps."""
 
-from typing import Any
-
+import numpy as np
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from hypothesis import given
 from hypothesis import strategies as st
 
 from purestep.kernels.donating import donating
 from purestep.pure.dispatch import determine_batch_execution_and_padding, dispatch_keys
-from purestep.pure.errors import PlanBaseError
+from purestep.pure.errors import DispatchError, SchedulerOutputError
 from purestep.pure.models.initialize import random_params, tiny_config
 from purestep.pure.models.llama import llama
 from purestep.pure.padding import pad_batch
 from purestep.pure.plan import plan_step
+from purestep.pure.record import replace
 from purestep.pure.records.batch import BatchLimits, InputBatch
 from purestep.pure.records.dispatch import CUDAGraphMode, DispatchConfig
+from purestep.pure.records.outputs import StepOutput
 from purestep.pure.records.queue import Request, SchedulerConfig
 from purestep.pure.records.sampling_params import SamplingParams
 from purestep.pure.scheduler import add, make_queue, schedule, update
@@ -23,8 +25,9 @@ from purestep.pure.settle import settle
 from purestep.pure.update import update_states
 from purestep.state.buffers import PersistentBuffers
 from purestep.state.graphs import GraphKey
-from purestep.state.run import BoundStep, run, run_unrolled
-from purestep.state.setup import GREEDY_SHAPE, RANDOM_SHAPE
+from purestep.state.run import BoundStep, run
+from purestep.state.setup import GREEDY_SHAPE
+from purestep.state.two_phase import execute
 from tests.profiles import examples
 from tests.state.fake_graphs import FakeGraphs
 
@@ -49,6 +52,8 @@ PARAMETERS = st.builds(
     seed=st.integers(0, 3),
     stop_token_ids=st.sampled_from([(), (3, 17, 40, 22)]),
     max_tokens=st.integers(6, 12),
+    logprobs=st.sampled_from([None, None, 2]),
+    kept_mass=st.booleans(),
 )
 
 
@@ -58,45 +63,38 @@ class World:
     def __init__(self, prompts: list[list[int]], params: SamplingParams, *, num_steps: int, captured: bool):
         api = FakeGraphs() if captured else None
         self.bound = BoundStep(PersistentBuffers(MODEL, LIMITS), MODEL, PARAMS, donating, api)
-        if self.bound.captured is not None:
-            shapes = (RANDOM_SHAPE, GREEDY_SHAPE)
-            descriptors = KEYS.full.values()
-            self.bound.captured.capture([GraphKey(d, s, num_steps) for d in descriptors for s in shapes])
         self.queue, self.batch = make_queue(SCHEDULER), InputBatch.make_empty(LIMITS)
         for i, prompt in enumerate(prompts):
             request = Request(str(i), tuple(prompt), params, arrival=i, stream=i)
             self.queue = add(self.queue, request, vocab_size=64)
         self.leased = self.bound.buffers.lease()
-        self.outputs: list[Any] = []
-        self.advance(1, key=None)
+        self.begin()
+        self.settle()
+        if self.bound.captured is not None:
+            sampler = self.batch.layout.bounds.sampler
+            self.bound.captured.capture([GraphKey(d, sampler, num_steps) for d in KEYS.full.values()])
 
-    def advance(self, num_steps: int, *, key: GraphKey | None) -> None:
-        """So many steps as one, then what they brought."""
-        plans, scheduled, absorbed = [], [], self.leased.absorbed
-        for _ in range(num_steps):
-            self.queue, output = schedule(self.queue)
-            self.batch = update_states(self.batch, output)
+    def begin(self, num_steps: int = 1) -> None:
+        """So many steps as one, in a graph if there is one."""
+        self.queue, self.scheduled = schedule(self.queue, num_steps)
+        self.batch, absorbed = update_states(self.batch, self.scheduled), self.leased.absorbed
+        padded, key = self.batch, None
+        if self.bound.captured is not None:
+            bounds = self.batch.layout.bounds
+            execution = determine_batch_execution_and_padding(KEYS, bounds)
+            key = self.bound.captured.covering(execution, bounds.sampler, num_steps=bounds.num_steps)
             padded = (
-                self.batch if key is None else pad_batch(self.batch, key.descriptor, before=absorbed.layout)
+                padded if key is None else pad_batch(padded, execution.descriptor, before=absorbed.layout)
             )
-            plans.append(plan_step(padded, absorbed))
-            scheduled.append(output)
-            absorbed = padded
-        self.leased, pending = run_unrolled(self.bound, self.leased, plans, key=key)
-        for output, own in zip(scheduled, pending, strict=True):
-            result = own.result()
-            self.queue, _ = update(self.queue, output.req_ids, result)
-            self.batch = settle(self.batch, own.batch, result)
-            self.outputs.append(result.sampled_token_ids[: len(output.req_ids), 0].tolist())
+        self.key = key
+        self.leased, self.pending = run(self.bound, self.leased, plan_step(padded, absorbed), key=key)
 
-    def key(self, num_steps: int) -> GraphKey | None:
-        """The graph of so many steps for a batch of the requests that run."""
-        if self.bound.captured is None:
-            return None
-        _, output = schedule(self.queue)
-        bounds = update_states(self.batch, output).layout.bounds
-        execution = determine_batch_execution_and_padding(KEYS, bounds)
-        return self.bound.captured.covering(execution, bounds.sampler, num_steps=num_steps)
+    def settle(self) -> StepOutput:
+        """What the last one brought, of its requests."""
+        output = self.pending.result()
+        self.queue, _ = update(self.queue, self.scheduled.req_ids, output)
+        self.batch = settle(self.batch, self.pending.batch, output)
+        return output
 
 
 @examples(0.2)
@@ -104,58 +102,79 @@ class World:
 def test_unrolled_steps_are_single_steps(
     prompts: list[list[int]], params: SamplingParams, num_steps: int, captured: bool
 ) -> None:
+    """Bit by bit, if single steps are begun one after another, and told what they brought at the end."""
     single = World(prompts, params, num_steps=1, captured=captured)
     many = World(prompts, params, num_steps=num_steps, captured=captured)
     if not single.queue.running.req_ids:
         return
-    key = many.key(num_steps)
-    assert (key is not None) is captured
-
-    many.advance(num_steps, key=key)
-    # The single steps are begun one after another, and told what they brought only at the end, as in `many`.
-    plans, scheduled, pending, absorbed = [], [], [], single.leased.absorbed
+    num_reqs, pending = len(many.queue.running), []
+    many.begin(num_steps)
     for _ in range(num_steps):
-        single.queue, output = schedule(single.queue)
-        single.batch = update_states(single.batch, output)
-        own = single.batch if key is None else pad_batch(single.batch, key.descriptor, before=absorbed.layout)
-        plans.append(plan_step(own, absorbed))
-        single.leased, result = run(single.bound, single.leased, plans[-1])
-        absorbed = own
-        scheduled.append(output)
-        pending.append(result)
-    tokens = [
-        p.result().sampled_token_ids[: len(s.req_ids), 0].tolist()
-        for p, s in zip(pending, scheduled, strict=True)
-    ]
+        single.begin()
+        pending.append(single.pending)
 
-    assert many.outputs[1:] == tokens
+    assert many.batch.layout.bounds.num_steps == num_steps
+    assert (many.key is not None, single.key is not None) == (captured, captured)
+    output, outputs = many.settle(), [own.result() for own in pending]
+    tokens = np.concatenate([own.sampled_token_ids for own in outputs], axis=1)
+    assert output.sampled_token_ids[:num_reqs].tolist() == tokens[:num_reqs].tolist()
+    assert output.num_computed_tokens.tolist() == outputs[-1].num_computed_tokens.tolist()
+    assert output.active.tolist() == outputs[-1].active.tolist()
+    for table in ("logprobs_tensors", "kept_mass"):
+        theirs = [pytree.tree_leaves(getattr(own, table)) for own in outputs]
+        for ours, *columns in zip(pytree.tree_leaves(getattr(output, table)), *theirs, strict=True):
+            if ours is not None:
+                expected = np.stack(columns, axis=1).reshape(-1, *columns[0].shape[1:])
+                assert ours.tobytes() == expected.tobytes()
     assert torch.equal(many.leased.value.ledger.table, single.leased.value.ledger.table)
     assert torch.equal(many.leased.value.token_ids[:-1], single.leased.value.token_ids[:-1])
     for a, b in zip(many.leased.value.kv, single.leased.value.kv, strict=True):
         assert torch.equal(a[1:], b[1:])
 
 
-def test_a_later_plan_that_brings_something_is_refused_and_the_lease_stays_good() -> None:
-    world = World([[1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=20), num_steps=2, captured=False)
-    absorbed = world.leased.absorbed
-    queue, output = schedule(world.queue)
-    first = update_states(world.batch, output)
-    queue = add(queue, Request("late", (4, 5), SamplingParams(temperature=0.0)), vocab_size=64)
+def decoding(num_steps: int = 4) -> World:
+    return World(
+        [[1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=20), num_steps=num_steps, captured=True
+    )
+
+
+def test_what_contradicts_several_steps_is_refused_and_the_batch_stays_good() -> None:
+    world = decoding()
+    _, output = schedule(world.queue, 4)
+    counts = output.num_scheduled_tokens
+    for wrong in (
+        replace(output, num_scheduled_tokens=counts + 1),
+        replace(output, num_steps=0),
+        replace(output, num_device_drafts=counts - 1),
+        replace(output, scheduled_spec_decode_tokens={"0": (1,)}),
+    ):
+        with pytest.raises(SchedulerOutputError, match="steps at once"):
+            update_states(world.batch, wrong)
+
+    world.begin(4)
+    assert (world.settle().sampled_token_ids >= 0).sum() == 4
+
+
+def test_a_prompt_is_no_part_of_several_steps() -> None:
+    """Device and scheduler would not agree on how far it got."""
+    queue = add(make_queue(SCHEDULER), Request("r", (1, 2, 3), SamplingParams(max_tokens=9)), vocab_size=64)
     _, output = schedule(queue)
-    second = update_states(first, output)
-    plans = [plan_step(first, absorbed), plan_step(second, first)]
+    wrong = replace(output, num_steps=2, num_scheduled_tokens=np.array([2], np.int32))
 
-    with pytest.raises(PlanBaseError, match=r"plan 1 of 2 brings the device \d+ words"):
-        run_unrolled(world.bound, world.leased, plans)
-
-    run(world.bound, world.leased, plans[0])
+    with pytest.raises(SchedulerOutputError, match="prompts before"):
+        update_states(InputBatch.make_empty(LIMITS), wrong)
 
 
-def test_plans_that_do_not_follow_each_other_are_refused() -> None:
-    world = World([[1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=20), num_steps=2, captured=False)
+def test_graphs_of_another_number_of_steps_are_refused_and_so_are_halves_and_the_lease_stays_good() -> None:
+    world = decoding()
     absorbed = world.leased.absorbed
-    _, output = schedule(world.queue)
+    _, output = schedule(world.queue, 4)
     plan = plan_step(update_states(world.batch, output), absorbed)
+    key = GraphKey(KEYS.full[1, True, 0], GREEDY_SHAPE, 1)
 
-    with pytest.raises(PlanBaseError, match="plan 1 starts from a batch of"):
-        run_unrolled(world.bound, world.leased, [plan, plan])
+    with pytest.raises(DispatchError, match="a plan of 4 steps, and graphs of 1"):
+        run(world.bound, world.leased, plan, key=key)
+    with pytest.raises(DispatchError, match="4 steps at once has no halves"):
+        execute(world.bound, world.leased, plan)
+
+    run(world.bound, world.leased, plan)

@@ -1,4 +1,6 @@
-"""Any order of arrivals, steps, late outputs, aborts, forks, moments and new parameters: all get their own tokens."""
+"""Any order of arrivals, steps, one or several at once, late outputs, aborts, forks, moments and new parameters: all
+get their own tokens.
+"""
 
 from typing import Any
 
@@ -66,6 +68,7 @@ class Machine(RuleBasedStateMachine):
         nan_at=st.dictionaries(st.sampled_from(IDS), st.integers(0, 4), max_size=1),
         freezes=st.booleans(),
         beginnings=st.tuples(TOKENS, TOKENS),
+        num_steps=st.sampled_from([1, 1, 2, 4]),
     )
     def begin(
         self,
@@ -73,8 +76,10 @@ class Machine(RuleBasedStateMachine):
         nan_at: dict[str, int],
         freezes: bool,
         beginnings: tuple[list[int], ...],
+        num_steps: int,
     ) -> None:
         self.driver = Driver(config, nan_at, freezes=freezes)
+        self.driver.num_steps = num_steps
         self.beginnings = beginnings
         self.version = 0
 

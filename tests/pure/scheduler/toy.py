@@ -76,6 +76,7 @@ class Driver:
         self.finished: dict[str, Finished] = {}
         self.outputs: list[SchedulerOutput] = []
         self.num_added = 0
+        self.num_steps = 1  # to be scheduled at once
 
     def add(self, new: Request) -> None:
         self.queue = add(self.queue, new)
@@ -146,7 +147,7 @@ class Driver:
     def schedule(self) -> SchedulerOutput:
         """Schedule and run a step; its output stays on its way."""
         idle, before = not self.on_the_way, self.queue
-        self.queue, output = schedule(before)
+        self.queue, output = schedule(before, self.num_steps)
         check_invariants(self.queue)
         if output.preempted_req_ids and before.news.preempted_req_ids != output.preempted_req_ids:
             self._check_preemption(before)

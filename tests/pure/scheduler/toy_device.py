@@ -127,7 +127,15 @@ class Device:
             assert req_id in self.tokens, f"{req_id} was never here"
             self._drop(req_id)
         assert output.preempted_req_ids <= self.tokens.keys()
-        assert output.total_num_scheduled_tokens <= self.config.max_num_batched_tokens
+        in_a_step = (
+            np.minimum(output.num_scheduled_tokens, 1)
+            if output.num_steps > 1
+            else output.num_scheduled_tokens
+        )
+        assert in_a_step.sum() <= self.config.max_num_batched_tokens
+        assert output.num_steps == 1 or output.num_scheduled_tokens.max() == output.num_steps, (
+            "a step for nobody"
+        )
         assert len(output.req_ids) <= self.config.max_num_reqs
         assert (output.num_scheduled_tokens >= 1).all()
         self._take_new(output, requests)
@@ -146,13 +154,14 @@ class Device:
             num_drafts = len(given.get(req_id, ())) or int(counts.get(req_id, 0))
             assert num_drafts <= self.config.num_spec_tokens
             drafts = given.get(req_id) or self.drafts.get(req_id, ())[:num_drafts]
-            rows.append(self._run_row(req_id, n, num_drafts, drafts))
+            several = output.num_steps > 1
+            rows.append(self._decode(req_id, n) if several else self._run_row(req_id, n, num_drafts, drafts))
         tokens, computed, nans = zip(*rows, strict=True) if rows else ((), (), ())
         if self.config.drafts_on_device:
             sampled = [req_id for req_id, own in zip(output.req_ids, tokens, strict=True) if own]
             most = self.config.num_spec_tokens
             self.drafts |= {req_id: guesses(req_id, self.tokens[req_id], most) for req_id in sampled}
-        width = 1 + (self.config.num_spec_tokens if given or counts else 0)
+        width = output.num_steps + (self.config.num_spec_tokens if given or counts else 0)
         kept = [[*own, *[-1] * (width - len(own))] for own in tokens]
         return StepOutput(
             np.array(kept, np.int32).reshape(-1, width),
@@ -249,6 +258,14 @@ class Device:
         self.tokens[req_id] = [*known, *kept]
         self.num_computed[req_id] = len(known) + len(kept) - 1 + has_nan
         return kept, self.num_computed[req_id], has_nan
+
+    def _decode(self, req_id: str, num_steps: int) -> tuple[list[int], int, bool]:
+        """So many steps of a token each, unless it ends on the way."""
+        said, has_nan, is_over = list[int](), False, False
+        while len(said) < num_steps and not is_over:
+            own, _, has_nan = self._run_row(req_id, 1, 0, ())
+            said, is_over = said + own, not own
+        return said, self.num_computed[req_id], has_nan
 
     def _write(self, req_id: str, tokens: list[int], start: int, end: int) -> None:
         """The cells of these positions, and a look at all that they see."""

@@ -12,6 +12,7 @@ from purestep.pure.arrays import filled, frozen, start_loc
 from purestep.pure.errors import DispatchError
 from purestep.pure.record import replace
 from purestep.pure.records.batch import BatchLimits, InputBatch
+from purestep.pure.records.dispatch import DispatchKeys
 from purestep.pure.records.inputs import BatchDescriptor
 from purestep.pure.records.layout import Layout, LayoutBounds, SamplerShape, bucket
 
@@ -28,6 +29,30 @@ def pad_batch(batch: InputBatch, descriptor: BatchDescriptor, *, before: Layout 
     """
     layout = pad_layout(batch.layout, descriptor, null_row=batch.limits.null_row, before=before)
     return batch if layout is batch.layout else replace(batch, layout=layout)
+
+
+def fill_batch(batch: InputBatch, keys: DispatchKeys) -> InputBatch:
+    """The batch with the bounds of a uniform one, if graphs of such hold it: as if each request had all its drafts.
+
+    They hold every batch whose requests run no more tokens than the requests of a uniform one, since the device lays
+    tokens out by what each request has: what some run less than others becomes padding behind all. Rows, counts and
+    drafts stay as they are. Other batches, and without such graphs all, are returned as they are.
+    """
+    layout, every = batch.layout, keys.uniform_query_len
+    bounds = layout.bounds
+    if every == 1 or not keys.mode.separate_routine or not 0 < bounds.max_query_len <= every:
+        return batch
+    filled = LayoutBounds(
+        num_reqs=bounds.num_reqs,
+        num_tokens=bounds.num_reqs * every,
+        max_query_len=every,
+        max_seq_len=bounds.max_seq_len,
+        sampler=bounds.sampler,
+        num_drafts=every - 1,
+    )
+    if filled == bounds:
+        return batch
+    return replace(batch, layout=Layout(layout.row_of_index, layout.query_start_loc, filled))
 
 
 def pad_layout(

@@ -70,7 +70,8 @@ class Engine:
     are moved to `device` and cast to `dtype`; those that are so already are shared with whoever has them. Further
     keywords are the fields of `Sizes`. `seed` is that of requests that bring none. With a `drafter` a step verifies
     several guesses at once: the tokens come sooner, and are the same or distributed alike. `draft_params` are its
-    weights if it has any. One on the host guesses between steps, so none is begun ahead of time then.
+    weights if it has any. One on the host guesses between steps, so none is begun ahead of time then. A step in which
+    requests have grammars samples once the host knows all tokens and drafts before it: they are masked one by one.
     """
 
     def __init__(

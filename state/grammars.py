@@ -65,16 +65,18 @@ class Grammars:
                 f"structured_outputs: {name}={value!r} can not be compiled: {reason}"
             ) from None
 
-    def mask(
+    def masks(
         self,
         sample: int,
         params: StructuredOutputsParams,
         outputs: Int32[np.ndarray, " outputs"],
-        into: Int32[np.ndarray, " words"],
-    ) -> bool:
-        """Set the bits of the tokens that the grammar allows behind these outputs; False: it is finished, and all are.
+        drafts: Int32[np.ndarray, " drafts"],
+        into: Int32[np.ndarray, "places words"],
+    ) -> int:
+        """Set the bits of the tokens that the grammar allows behind these outputs, and behind each draft that follows.
 
-        `sample` is a number that nobody else has now.
+        Returns how many masks these are, 1 + drafts at most: behind a draft that the grammar refuses no token will ever
+        stand, and behind the grammar's end any may. `sample` is a number that nobody else has now.
 
         Raises:
             GrammarError: outputs that the grammar does not allow.
@@ -84,21 +86,11 @@ class Grammars:
             from xgrammar import GrammarMatcher
 
             known = Matching(params, GrammarMatcher(self.compile(params)), NOTHING)
-        matcher, place = known.matcher, common_length(known.accepted, outputs)
-        if place < len(known.accepted):
-            matcher.rollback(len(known.accepted) - place)
-        while place < len(outputs) and not matcher.is_terminated():
-            if not matcher.accept_token(int(outputs[place])):
-                raise GrammarError(
-                    f"structured_outputs: output {place} is token {outputs[place]}, which the grammar does not allow "
-                    f"behind the {place} tokens before it"
-                )
-            place += 1
-        is_open = not matcher.is_terminated()
-        if is_open:
-            matcher.fill_next_token_bitmask(into[None])
-        self._matchers[sample] = Matching(params, matcher, outputs[:place])
-        return is_open
+        matcher = known.matcher
+        num_accepted = _move(matcher, known.accepted, outputs)
+        num_masks = _mask_along(matcher, drafts, into)
+        self._matchers[sample] = Matching(params, matcher, outputs[:num_accepted])
+        return num_masks
 
     def forget(self, *, but: Callable[[int], bool]) -> None:
         """Drop the matchers of all other samples; one that is asked for again begins anew."""
@@ -142,6 +134,41 @@ class Grammars:
             add_prefix_space=kind.add_prefix_space,
         )
         return xgrammar.GrammarCompiler(info, cache_limit_bytes=CACHE_BYTES)
+
+
+def _move(matcher: Any, accepted: NDArray[np.int32], outputs: NDArray[np.int32]) -> int:
+    """Bring the matcher from what it has accepted to these outputs, or to its end; how many it has accepted then."""
+    place = common_length(accepted, outputs)
+    if place < len(accepted):
+        matcher.rollback(len(accepted) - place)
+    while place < len(outputs) and not matcher.is_terminated():
+        if not matcher.accept_token(int(outputs[place])):
+            raise GrammarError(
+                f"structured_outputs: output {place} is token {outputs[place]}, which the grammar does not allow "
+                f"behind the {place} tokens before it"
+            )
+        place += 1
+    return place
+
+
+def _mask_along(matcher: Any, drafts: NDArray[np.int32], into: NDArray[np.int32]) -> int:
+    """Fill masks while the drafts stand and the grammar is open; the matcher is where it was when that is done."""
+    num_accepted = 0
+    while is_open := not matcher.is_terminated():
+        mask = into[num_accepted]
+        matcher.fill_next_token_bitmask(mask[None])
+        if num_accepted == len(drafts) or not _allows(mask, int(drafts[num_accepted])):
+            break
+        matcher.accept_token(int(drafts[num_accepted]))
+        num_accepted += 1
+    if num_accepted:
+        matcher.rollback(num_accepted)
+    return num_accepted + is_open
+
+
+def _allows(mask: NDArray[np.int32], token: int) -> bool:
+    """Whether a mask has the token's bit. A matcher that is given a token without says so on stderr."""
+    return bool(mask[token // 32] >> token % 32 & 1)
 
 
 def one_of(texts: tuple[str, ...]) -> str:

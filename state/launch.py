@@ -12,21 +12,19 @@ import attrs
 
 from purestep.pure.dispatch import determine_batch_execution_and_padding
 from purestep.pure.errors import PurestepError
-from purestep.pure.grammar import GrammarMask, grammar_mask
-from purestep.pure.padding import pad_batch
+from purestep.pure.grammar import GrammarMask
 from purestep.pure.plan import plan_step
 from purestep.pure.prompt_logprobs import PromptChunk, prompt_chunks
 from purestep.pure.records.batch import InputBatch
 from purestep.pure.records.dispatch import CUDAGraphMode, DispatchKeys
 from purestep.pure.records.layout import LayoutBounds
-from purestep.pure.records.scheduler_output import GrammarOutput
 from purestep.state.async_output import ScoredChunk
 from purestep.state.graphs import GraphKey
 from purestep.state.guarded import guarded
 from purestep.state.lease import Leased
 from purestep.state.pending import Pending, to_host
 from purestep.state.run import BoundStep, run
-from purestep.state.two_phase import Executed, dispatched, execute, prompt_logprobs, sample
+from purestep.state.two_phase import Executed, dispatched, execute, padded_to_graph, prompt_logprobs, sample
 
 NOBODY: Mapping[int, PurestepError] = MappingProxyType({})
 
@@ -41,7 +39,7 @@ class Launched:
     failed: Mapping[int, PurestepError] = NOBODY  # by place in the batch: their tokens are none
 
 
-Masks = Callable[[], tuple[GrammarOutput, Mapping[int, PurestepError]]]
+Masks = Callable[[Executed], tuple[GrammarMask, Mapping[int, PurestepError]]]
 
 
 def launch(
@@ -55,8 +53,8 @@ def launch(
 ) -> Launched:
     """Begin the step of this batch. The prompts of `unscored` are scored, as far as the step runs them.
 
-    Where requests have grammars, `masks` is called while the forward pass runs: it gives the masks, and the requests
-    that can have none.
+    Where requests have grammars, `masks` is called while the forward pass runs: it gives the masks by rows of logits,
+    and the requests that can have none.
 
     Raises:
         StaleStateError, PlanBaseError, DispatchError: as `run`.
@@ -69,29 +67,15 @@ def launch(
         padded, key = whole_step(bound, keys, batch, absorbed)
         return Launched(*run(bound, leased, plan_step(padded, absorbed), key=key))
     padded, key = dispatched(bound, keys, batch, absorbed)
-    executed = execute(bound, leased, plan_step(padded, absorbed), key=key)
+    executed = execute(bound, leased, plan_step(padded, absorbed), key=key, tell_drafts=sampler.grammar)
     scores = [to_host(rows) for rows in prompt_logprobs(bound, executed, chunks)]
     prompts = tuple(map(ScoredChunk, chunks, scores))
     mask, failed = None, dict[int, PurestepError]()
     if sampler.grammar:
-        grammar, without = masks()
-        mask = _by_row(grammar, executed)
+        mask, without = masks(executed)
         failed.update(without)
     extras = guarded(executed.batch, failed)
     return Launched(*sample(bound, executed, grammar=mask, extras=extras), prompts, failed)
-
-
-def _by_row(grammar: GrammarOutput, executed: Executed) -> GrammarMask:
-    """The masks by row of logits; padding has none."""
-    batch = executed.batch
-    return grammar_mask(
-        grammar,
-        batch.req_ids,
-        {},
-        num_rows=batch.layout.bounds.num_reqs * (1 + batch.layout.bounds.num_drafts),
-        vocab_size=batch.limits.vocab_size,
-        num_drafts=batch.layout.bounds.num_drafts,
-    )
 
 
 def whole_step(
@@ -101,15 +85,15 @@ def whole_step(
     captured = bound.captured
     if captured is None:
         return batch, None
-    execution = determine_batch_execution_and_padding(keys, batch.layout.bounds)
-    if execution.cudagraph_mode is CUDAGraphMode.NONE:
-        return batch, None
     bounds = batch.layout.bounds
-    how = {"num_steps": bounds.num_steps, "num_drafts": bounds.num_drafts}
-    key = captured.covering(execution, bounds.sampler, **how)
-    if key is None:
-        return batch, None
-    return pad_batch(batch, execution.descriptor, before=absorbed.layout), key
+    return padded_to_graph(
+        keys,
+        batch,
+        absorbed,
+        lambda execution, num_drafts: captured.covering(
+            execution, bounds.sampler, num_steps=bounds.num_steps, num_drafts=num_drafts
+        ),
+    )
 
 
 def steps_at_once(bound: BoundStep, keys: DispatchKeys, bounds: LayoutBounds, unroll: int) -> int:

@@ -261,7 +261,7 @@ def unroll_of(sizes: Sizes, device: torch.device, drafter: AnyDrafter) -> int:
 def dispatch_keys_of(model: Model, limits: BatchLimits, sizes: Sizes) -> DispatchKeys:
     """The graphs that batches are dispatched to, of 1, 2, 4 and multiples of 8 requests up to max_num_reqs by default.
 
-    A decoding request runs a token and its drafts.
+    A decoding request runs a token and its drafts, or fewer (`fill_batch`).
 
     Raises:
         CUDAGraphModeError: a mode that the model does not allow.

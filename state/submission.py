@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from purestep.pure.errors import GrammarError, InvalidParameterError, InvalidRequestError
+from purestep.pure.errors import InvalidParameterError, InvalidRequestError
 from purestep.pure.prompt_logprobs import PromptScores, prompt_table
 from purestep.pure.record import record, replace
 from purestep.pure.records.batch import BatchLimits
@@ -203,11 +203,6 @@ def judged(params: SamplingParams, limits: BatchLimits, grammars: Grammars) -> S
     """
     validate(params, limits.vocab_size, limits.max_model_len, eos_token_ids=limits.eos_token_ids)
     if params.structured_outputs is not None:
-        if limits.num_drafts:
-            raise GrammarError(
-                f"structured_outputs in an engine whose drafter makes {limits.num_drafts} guesses a step: they would "
-                "not be masked; use an engine without a drafter"
-            )
         grammars.compile(params.structured_outputs)
     return normalize(params)
 

@@ -308,10 +308,8 @@ class Turns:
 
     def _launch(self, queue: Queue, batch: InputBatch, book: Book) -> Launched:
         """The step that this queue has scheduled last."""
-        now, vocab_size = self.now, batch.limits.vocab_size
-        masks = partial(
-            grammar_masks, self.grammars, book, now.in_flight, queue.in_flight[-1], vocab_size=vocab_size
-        )
+        now = self.now
+        masks = partial(grammar_masks, self.grammars, book, now.in_flight, queue.in_flight[-1])
         return launch(now.bound, now.leased, batch, self.dispatch_keys, unscored=Unscored(book), masks=masks)
 
     def _land(self) -> None:

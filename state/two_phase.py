@@ -4,7 +4,7 @@ In between the host may look at the tensors, wait for a grammar's masks, or sche
 launch; the graphs that take part here are those of the halves, and of the model's pieces.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,11 @@ from purestep.pure.errors import DispatchError, StaleStateError
 from purestep.pure.forward import compute_logits
 from purestep.pure.grammar import GrammarMask, apply_grammar
 from purestep.pure.models.model import apply
-from purestep.pure.padding import pad_batch
+from purestep.pure.padding import fill_batch, pad_batch
 from purestep.pure.prompt_logprobs import PromptChunk, joined, score_prompt, slices
 from purestep.pure.propose import propose
 from purestep.pure.records.batch import InputBatch
-from purestep.pure.records.dispatch import CUDAGraphMode, DispatchKeys
+from purestep.pure.records.dispatch import BatchExecution, CUDAGraphMode, DispatchKeys
 from purestep.pure.records.inputs import IntermediateTensors
 from purestep.pure.records.outputs import LogprobsTensors
 from purestep.pure.records.plan import StepPlan
@@ -29,7 +29,7 @@ from purestep.pure.records.state import ExecuteModelState
 from purestep.pure.sampling_extras import sampling_extras
 from purestep.state.graphs import GraphKey
 from purestep.state.lease import Leased, Lender
-from purestep.state.pending import Pending, to_host
+from purestep.state.pending import Pending, ToHost, to_host
 from purestep.state.run import BoundStep, begin
 from purestep.state.staging import upload
 
@@ -37,12 +37,19 @@ from purestep.state.staging import upload
 class Executed:
     """A lease on what lies between the halves of a step: logits, hidden states, and the state itself."""
 
-    __slots__ = ("_executed", "_leased", "key")
+    __slots__ = ("_executed", "_leased", "drafts", "key")
 
-    def __init__(self, leased: Leased, executed: ExecuteModelState, key: GraphKey | None = None) -> None:
+    def __init__(
+        self,
+        leased: Leased,
+        executed: ExecuteModelState,
+        key: GraphKey | None = None,
+        drafts: ToHost[Any] | None = None,
+    ) -> None:
         self._leased = leased
         self._executed = executed
         self.key = key  # of the graphs that made it, if any
+        self.drafts = drafts  # int32 [rows, drafts] on their way, if they were asked for and any are verified
 
     @property
     def batch(self) -> InputBatch:
@@ -86,11 +93,13 @@ def execute(
     *,
     key: GraphKey | None = None,
     intermediate: IntermediateTensors | None = None,
+    tell_drafts: bool = False,
 ) -> Executed:
     """The step up to logits: the lease is consumed, and comes back when the result is sampled.
 
     With a `key` (see `dispatched`), the plan's batch is padded to its descriptor, and its graphs are replayed.
-    `intermediate` is what a later pipeline stage takes in; it has no graphs.
+    `intermediate` is what a later pipeline stage takes in; it has no graphs. With `tell_drafts` the rows' drafts are
+    sent to the host before the forward pass begins, so that whoever waits for them does not wait for that.
 
     An exception half-way leaves the buffers unusable until `buffers.lease()`, since part of them may be written.
 
@@ -104,6 +113,8 @@ def execute(
         )
     with torch.no_grad():
         state = begin(bound, leased, plan)
+        verifies = tell_drafts and plan.batch.layout.bounds.num_drafts
+        drafts = to_host(state.ledger.drafts) if verifies else None
         assert key is None or bound.captured is not None, "a key was given for a step without graphs"
         if key is not None and key.half is not None:
             half = bound.captured.replay_execute(key)  # type: ignore[union-attr]
@@ -112,7 +123,7 @@ def execute(
             call: Any = apply if key is None else bound.captured.pieces(key).call  # type: ignore[union-attr]
             how: Any = {"kernels": bound.kernels, "call": call, "intermediate": intermediate}
             executed = step.execute(bound.model, bound.prepared, state, **how)
-    return Executed(bound.buffers.adopt(executed.state, plan.batch), executed, key)
+    return Executed(bound.buffers.adopt(executed.state, plan.batch), executed, key, drafts)
 
 
 def sample(
@@ -206,16 +217,39 @@ def dispatched(
     bound: BoundStep, keys: DispatchKeys | None, batch: InputBatch, absorbed: InputBatch
 ) -> tuple[InputBatch, GraphKey | None]:
     """The batch as the device is to see it, and the graphs that execute it; without any, the batch as it is."""
-    if bound.captured is None or keys is None:
+    captured = bound.captured
+    if captured is None or keys is None:
         return batch, None
-    execution = determine_batch_execution_and_padding(keys, batch.layout.bounds)
-    key = GraphKey(execution.descriptor, None)
-    if execution.cudagraph_mode is CUDAGraphMode.FULL:
-        num_drafts = batch.layout.bounds.num_drafts
-        key = GraphKey(execution.descriptor, None, half="execute", num_drafts=num_drafts)
-    if execution.cudagraph_mode is CUDAGraphMode.NONE or key not in bound.captured:
-        return batch, None
-    return pad_batch(batch, execution.descriptor, before=absorbed.layout), key
+
+    def key_of(execution: BatchExecution, num_drafts: int) -> GraphKey | None:
+        key = GraphKey(execution.descriptor, None)
+        if execution.cudagraph_mode is CUDAGraphMode.FULL:
+            key = GraphKey(execution.descriptor, None, half="execute", num_drafts=num_drafts)
+        return key if key in captured else None
+
+    return padded_to_graph(keys, batch, absorbed, key_of)
+
+
+def padded_to_graph(
+    keys: DispatchKeys,
+    batch: InputBatch,
+    absorbed: InputBatch,
+    key_of: Callable[[BatchExecution, int], GraphKey | None],
+) -> tuple[InputBatch, GraphKey | None]:
+    """The batch padded to what was captured, and the key of that; without any, the batch as it is.
+
+    A graph of uniform batches comes first, where one holds the batch. `key_of` gives what was captured for this
+    execution of a batch whose requests have so many drafts at most, if anything was.
+    """
+    filled = fill_batch(batch, keys)
+    for own in (filled,) if filled is batch else (filled, batch):
+        execution = determine_batch_execution_and_padding(keys, own.layout.bounds)
+        mode = execution.cudagraph_mode
+        fits = mode is CUDAGraphMode.FULL if own is not batch else mode is not CUDAGraphMode.NONE
+        key = key_of(execution, own.layout.bounds.num_drafts) if fits else None
+        if key is not None:
+            return pad_batch(own, execution.descriptor, before=absorbed.layout), key
+    return batch, None
 
 
 def _checked(bound: BoundStep, executed: Executed) -> ExecuteModelState:

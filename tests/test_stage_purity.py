@@ -37,7 +37,7 @@ from purestep.pure.kv_config import (
     kv_cache_strides,
     num_blocks_for,
 )
-from purestep.pure.padding import dummy_query_lens, pad_batch
+from purestep.pure.padding import dummy_query_lens, fill_batch, pad_batch
 from purestep.pure.plan import plan_step
 from purestep.pure.record import replace
 from purestep.pure.records.batch import BatchLimits, InputBatch
@@ -220,6 +220,11 @@ CALLS: dict[str, Callable[[Moment], object]] = {
     "settle": lambda m: assert_pure(settle, m.batch, m.batch, host(m.result)),
     "give_up": lambda m: assert_pure(give_up, m.batch),
     "pad_batch": lambda m: assert_pure(pad_batch, m.batch, BatchDescriptor(num_tokens=16, num_reqs=4)),
+    "fill_batch": lambda m: assert_pure(
+        fill_batch,
+        m.batch,
+        dispatch_keys(DispatchConfig((9, 18, 27, 36), 4), CUDAGraphMode.FULL_DECODE_ONLY, 9),
+    ),
     # the scheduler
     "make_queue": lambda m: assert_pure(make_queue, CONFIG),
     "add": lambda m: assert_pure(add, m.queue, request(99), vocab_size=VOCAB),

@@ -23,12 +23,12 @@ from tests.bugs import test_buffers
 from tests.mutant import Mutant
 
 # A package may hold a function of a module's name, so modules are fetched by their full names.
-plan, step, launch, staging, pending = map(
+plan, step, two_phase, staging, pending = map(
     importlib.import_module,
     (
         "purestep.pure.plan",
         "purestep.pure.step",
-        "purestep.state.launch",
+        "purestep.state.two_phase",
         "purestep.state.staging",
         "purestep.state.pending",
     ),
@@ -90,7 +90,7 @@ BUFFER_MUTANTS = [
         "H8",
         "dummies stand first",
         test_buffers.test_dummies_among_decodes_never_shift_the_token_that_a_request_goes_on_from,
-        launch,
+        two_phase,
         {"pad_batch": pads_in_front},
         error=SchedulerOutputError,
     ),

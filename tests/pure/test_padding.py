@@ -15,7 +15,14 @@ from purestep.pure.errors import DispatchError
 from purestep.pure.initial import initial_state
 from purestep.pure.models.config import AttentionConfig, ModelConfig, RopeConfig
 from purestep.pure.models.llama import llama
-from purestep.pure.padding import capture_layout, dummy_layout, dummy_query_lens, pad_batch, pad_layout
+from purestep.pure.padding import (
+    capture_layout,
+    dummy_layout,
+    dummy_query_lens,
+    fill_batch,
+    pad_batch,
+    pad_layout,
+)
 from purestep.pure.plan import plan_step
 from purestep.pure.record import replace
 from purestep.pure.records.batch import BatchLimits, InputBatch
@@ -291,6 +298,35 @@ def test_the_layout_of_capture_bounds_every_batch_that_runs_in_the_graph(
     assert fits.max_query_len >= own.max_query_len and fits.max_seq_len >= own.max_seq_len
     assert fits.max_query_len == (query_len if chosen.descriptor.uniform else own.num_tokens)
     assert fits.sampler == sampler
+
+
+@given(
+    st.sampled_from(list(CUDAGraphMode)),
+    st.integers(1, 4),
+    st.lists(st.integers(1, 6), min_size=1, max_size=6),
+)
+def test_graphs_of_uniform_batches_hold_those_whose_requests_run_less(
+    mode: CUDAGraphMode, query_len: int, counts: list[int]
+) -> None:
+    """With bounds as if all had their drafts, and rows and counts as they are; any other batch is left as it is."""
+    keys = dispatch_keys(DispatchConfig(tuple(query_len * n for n in (1, 2, 4, 6)), 6), mode, query_len)
+    batch = replace(InputBatch.make_empty(LIMITS), layout=_layout(counts))
+    filled = assert_pure(fill_batch, batch, keys)
+    if filled is batch:
+        is_full = counts == [query_len] * len(counts) and batch.layout.bounds.num_drafts == query_len - 1
+        assert is_full or query_len == 1 or not mode.separate_routine or max(counts) > query_len
+        return
+    assert filled.layout.row_of_index is batch.layout.row_of_index
+    assert filled.layout.query_start_loc is batch.layout.query_start_loc
+    every = LayoutBounds(len(counts), len(counts) * query_len, query_len, 64, num_drafts=query_len - 1)
+    assert filled.layout.bounds == every
+    chosen = determine_batch_execution_and_padding(keys, filled.layout.bounds)
+    assert chosen.cudagraph_mode is CUDAGraphMode.FULL and chosen.descriptor.uniform
+    padded = pad_batch(filled, chosen.descriptor).layout
+    assert padded.query_start_loc.tolist() == [
+        *batch.layout.query_start_loc, *[sum(counts)] * (chosen.num_reqs - len(counts)),
+    ]  # fmt: skip
+    assert assert_pure(fill_batch, filled, keys) is filled
 
 
 @given(st.integers(1, 60), st.integers(1, 20), st.integers(1, 5))

@@ -98,11 +98,12 @@ def test_steps_may_be_begun_before_drafts_are_known(kind: str) -> None:
     assert said(GREEDY, kind, **sizes) == said(GREEDY)
 
 
+@pytest.mark.parametrize("mode", [CUDAGraphMode.FULL, CUDAGraphMode.FULL_DECODE_ONLY])
 @pytest.mark.parametrize("kind", [*WEIGHTED, "n-gram"])
-def test_captured_steps_draft_alike(kind: str) -> None:
+def test_captured_steps_draft_alike(kind: str, mode: CUDAGraphMode) -> None:
     """Padded to the shapes of graphs, which bind what the drafter keeps and its layers' keys and values."""
     graphs = FakeGraphs()
     sizes = {"graph_api": graphs, "kv_cache_bytes": 2**18, "capture_sizes": (4, 8, 12)}
-    modes = {"cudagraph_mode": CUDAGraphMode.FULL, "capture_progress": False}
+    modes = {"cudagraph_mode": mode, "capture_progress": False}
     assert said(GREEDY, kind, **sizes, **modes) == said(GREEDY)
     assert graphs.num_replays > 10

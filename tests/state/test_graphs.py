@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,11 +13,14 @@ from hypothesis import strategies as st
 import purestep.state.run
 from purestep.kernels.donating import donating
 from purestep.kernels.reference import reference
+from purestep.pure.drafters.ngram import ngram, ngram_on_host
 from purestep.pure.errors import CaptureError
 from purestep.pure.models.initialize import random_params, tiny_config
 from purestep.pure.models.llama import llama
 from purestep.pure.record import replace
 from purestep.pure.records.batch import BatchLimits
+from purestep.pure.records.dispatch import CUDAGraphMode
+from purestep.pure.records.drafter import HostDrafter
 from purestep.pure.records.inputs import BatchDescriptor
 from purestep.pure.records.layout import SamplerShape
 from purestep.pure.records.sampling_params import SamplingParams
@@ -67,6 +71,7 @@ PARAMETERS = st.builds(
     st.integers(4, 32),
     st.sampled_from([14, 40]),
     st.integers(1, 5),
+    st.integers(0, 3),
 )
 def test_captured_steps_and_steps_ahead_give_the_tokens_of_plain_ones(
     prompts: list[list[int]],
@@ -76,12 +81,15 @@ def test_captured_steps_and_steps_ahead_give_the_tokens_of_plain_ones(
     budget: int,
     num_blocks: int,
     unroll: int,
+    num_drafts: int,
 ) -> None:
+    """With drafts too, of the host (no steps ahead) or the device, of which some requests have fewer than others."""
     api = FakeGraphs() if captured else None
-    sizes = {"max_num_batched_tokens": budget, "kv_cache_bytes": num_blocks * 1024}
+    how = {"max_num_batched_tokens": budget, "kv_cache_bytes": num_blocks * 1024, "steps_ahead": steps_ahead}
+    if num_drafts:
+        how["drafter"] = (ngram if steps_ahead else ngram_on_host)(num_drafts=num_drafts, min_n=1, max_n=2)
 
-    found = tokens(prompts, params, steps_ahead=steps_ahead, graph_api=api, unroll=unroll, **sizes)
-    assert found == tokens(prompts, params)
+    assert tokens(prompts, params, graph_api=api, unroll=unroll, **how) == tokens(prompts, params)
 
 
 def test_decode_batches_are_replayed_and_padded_to_what_was_captured() -> None:
@@ -90,6 +98,55 @@ def test_decode_batches_are_replayed_and_padded_to_what_was_captured() -> None:
     assert tokens(PROMPTS[:3], GREEDY, graph_api=api, capture_sizes=(4, 8)) == tokens(PROMPTS[:3], GREEDY)
     assert len(api.captured) == 8  # two sizes, four kinds of sampling
     assert api.num_replays == 11  # one prefill step, then one replay a token
+
+
+def says(count: Callable[[int], int]) -> HostDrafter:
+    """A drafter on the host with up to 3 guesses: so many as the length of the history says."""
+
+    def propose(kept: None, histories: Any, budgets: Any) -> Any:
+        return kept, tuple([(7,) * count(len(own)) for own in histories])
+
+    return HostDrafter(3, propose)
+
+
+@pytest.mark.parametrize(
+    "count",
+    [lambda n: 3, lambda n: 2, lambda n: 0, lambda n: n % 4, lambda n: 3 * (n % 5 == 0)],
+    ids=["all", "two each", "none", "from none to all", "few have any"],
+)
+@pytest.mark.parametrize("mode", [CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE])
+def test_every_step_that_verifies_the_drafts_of_a_host_is_replayed(
+    count: Callable[[int], int], mode: CUDAGraphMode
+) -> None:
+    """In the graph of batches where all requests have all drafts, near the limits of requests too."""
+    api, sizes = FakeGraphs(), {"cudagraph_mode": mode, "capture_sizes": (8, 16, 32)}
+    with engine(graph_api=api, drafter=says(count), **sizes) as own:
+        for i, prompt in enumerate(PROMPTS[:1] + PROMPTS[2:]):
+            own.add_request(str(i), (*prompt, 3), replace(GREEDY, max_tokens=8 + 2 * i))
+        own.step()  # the prompts
+        full, results = (
+            api.captured[-12:],
+            dict[str, tuple[int, ...]](),
+        )  # three sizes, four kinds of sampling
+        before = sum(graph.num_replays for graph in full)
+        while own.has_unfinished():
+            results |= {result.req_id: result.token_ids for result in own.step()}
+        steps = own._turns.now.batch.clock.num_begun - 1
+        assert sum(graph.num_replays for graph in full) - before == steps
+    for i, prompt in enumerate(PROMPTS[:1] + PROMPTS[2:]):
+        plain = tokens([(*prompt, 3)], replace(GREEDY, max_tokens=8 + 2 * i))
+        assert results[str(i)] == plain[0][0]
+
+
+def test_steps_of_drafts_that_stay_on_the_device_are_replayed_to_the_end() -> None:
+    """Where some requests may say fewer tokens than others verify too."""
+    api, drafter = FakeGraphs(), ngram(num_drafts=3, min_n=1, max_n=2)
+    with engine(graph_api=api, drafter=drafter) as own:
+        for i, prompt in enumerate(PROMPTS):
+            own.add_request(str(i), (*prompt, 3, 3), replace(GREEDY, max_tokens=6 + 3 * i))
+        while own.has_unfinished():
+            own.step()
+        assert api.num_replays == own._turns.now.batch.clock.num_begun - 1
 
 
 @pytest.mark.parametrize(

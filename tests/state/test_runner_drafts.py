@@ -15,17 +15,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from purestep.kernels.donating import donating
+from purestep.pure.dispatch import dispatch_keys
 from purestep.pure.drafters.ngram import ngram
 from purestep.pure.models.stages import split
 from purestep.pure.record import replace
+from purestep.pure.records.dispatch import CUDAGraphMode, DispatchConfig
 from purestep.pure.records.drafter import Drafter, HostDrafter, Proposal
 from purestep.pure.records.outputs import DraftTokenIds
 from purestep.pure.records.sampling_params import SamplingParams
 from purestep.state.buffers import PersistentBuffers
 from purestep.state.run import BoundStep
 from purestep.state.runner import GPUModelRunner
+from purestep.state.setup import graph_keys
 from tests.laws import digest
 from tests.profiles import examples
+from tests.state.fake_graphs import FakeGraphs
 from tests.state.test_runner import (
     BLOCK_SIZE,
     GREEDY,
@@ -48,9 +52,11 @@ REQUESTS = st.lists(
 )
 
 
-def runner(*, on_device: Drafter | None = None, **changes: Any) -> GPUModelRunner:
+def runner(*, on_device: Drafter | None = None, graph_api: Any = None, **changes: Any) -> GPUModelRunner:
     buffers = PersistentBuffers(MODEL, DRAFTED, dtype=PARAMS.tree["norm"].dtype, drafter=on_device)
-    return GPUModelRunner(BoundStep(buffers, MODEL, PARAMS, donating, drafter=on_device), **changes)
+    return GPUModelRunner(
+        BoundStep(buffers, MODEL, PARAMS, donating, graph_api, drafter=on_device), **changes
+    )
 
 
 def served(
@@ -109,6 +115,21 @@ def test_drafts_that_the_scheduler_sends_give_what_a_request_gets_alone(
     """In chunks, with preemptions, cut by the budget."""
     tokens = served(runner(drafter=guesser(guesses)), requests, 0, budget=budget, seed=seed)
     assert tokens == [alone(tuple(p), params, f"r{i}") for i, (p, params) in enumerate(requests)]
+
+
+@pytest.mark.parametrize("on_device", [None, 2])
+def test_captured_halves_verify_however_many_drafts_each_request_has(on_device: int | None) -> None:
+    """Every step behind the prompts replays its first half, and its second where that was captured."""
+    keys = dispatch_keys(DispatchConfig((4, 8), 4), CUDAGraphMode.FULL_DECODE_ONLY, 1 + NUM_DRAFTS)
+    api, drafter = FakeGraphs(), None if on_device is None else device_guesser(on_device)
+    how: Any = {"drafter": guesser(5)} if drafter is None else {"on_device": drafter}
+    own = runner(graph_api=api, dispatch_keys=keys, **how)
+    assert own._bound.captured is not None
+    own._bound.captured.capture(graph_keys(keys, two_phase=True))
+    requests = [([5, 9, 2, 7, 1], GREEDY), ([1, 1, 3, 8, 1, 1], replace(GREEDY, max_tokens=5))]
+
+    assert served(own, requests, 0, budget=40) == [alone(tuple(p), each, "r0") for p, each in requests]
+    assert api.num_replays == 2 * (own.input_batch.clock.num_begun - 1)
 
 
 @examples(0.2)

@@ -11,9 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from purestep.pure.drafters.ngram import ngram
 from purestep.pure.errors import GrammarError, InvalidParameterError, NoTokenError
-from purestep.pure.models.initialize import random_params
 from purestep.pure.record import replace
 from purestep.pure.records.logits_processor import LogitsProcessor
 from purestep.pure.records.sampling_params import SamplingParams
@@ -21,69 +19,30 @@ from purestep.pure.records.structured_outputs import StructuredOutputsParams
 from purestep.state.engine import Engine
 from purestep.state.grammars import Grammars, common_length, one_of
 from purestep.state.loading.loaded import LoadedModel
-from purestep.state.results import RequestOutput
-from tests.bugs.tiny_engine import CONFIG, MODEL, Tokens, drained
-from tests.grammars import EOS, MARK, TEXTS, needs_xgrammar, small_tokenizer
+from tests.bugs.tiny_engine import MODEL, Tokens, drained
+from tests.grammars import EOS, MARK, TEXTS, needs_xgrammar
 from tests.profiles import examples
 from tests.smollm2 import needs_smollm2
 from tests.state.fake_graphs import FakeGraphs
-
-VOCAB = MODEL.vocab_size
-TOKENIZER = small_tokenizer()
-LOADED = LoadedModel(
-    "tiny", MODEL, random_params(CONFIG, seed=1, std=0.5), tokenizer=TOKENIZER, eos_token_ids=(EOS,)
+from tests.state.shaped import (
+    DRAWN,
+    FORMS,
+    GREEDY,
+    LOADED,
+    PLAIN,
+    PROMPT,
+    TOKENIZER,
+    VOCAB,
+    alone,
+    engine,
+    is_allowed,
+    shaped,
 )
-SCHEMA = {
-    "type": "object",
-    "properties": {"ab": {"type": "integer"}, "no": {"type": "boolean"}},
-    "required": ["ab"],
-    "additionalProperties": False,
-}
-REGEX = r"(ab|cab)+[0-9]{2,4}"
-GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
-DRAWN = SamplingParams(seed=3, max_tokens=14, logprobs=1)
-FORMS: dict[str, Any] = {
-    "json": {"json": SCHEMA},
-    "regex": {"regex": REGEX},
-    "choice": {"choice": ["null:null,", 'ab":c12', "ééé.", "no\n\nno\n"]},
-    "grammar": {"grammar": 'root ::= "{" root "}" | "{{ef}}"'},
-}
-PLAIN = replace(GREEDY, max_tokens=6)
-PROMPT: Tokens = (5, 9, 2, 7, 30)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _xgrammar() -> None:
     needs_xgrammar()
-
-
-def engine(**changes: Any) -> Engine:
-    sizes = {"kv_cache_bytes": 40 * 1024, "block_size": 4, "max_model_len": 48, "max_num_reqs": 8}
-    return Engine(LOADED, **(sizes | changes))
-
-
-def shaped(form: str, params: SamplingParams = GREEDY) -> SamplingParams:
-    return replace(params, structured_outputs=FORMS[form])
-
-
-def is_allowed(form: str, text: str) -> bool:
-    """Whether a whole text is one of the form's, by other means than xgrammar."""
-    if form == "json":
-        value = json.loads(text)
-        types = {"ab": int, "no": bool}
-        return "ab" in value and all(type(own) is types[name] for name, own in value.items())
-    if form == "regex":
-        return re.fullmatch(REGEX, text) is not None
-    if form == "choice":
-        return text in FORMS["choice"]["choice"]
-    return re.fullmatch(r"(\{*)ef(\}*)", text) is not None and text.count("{") == text.count("}")
-
-
-@cache
-def alone(prompt: Tokens, params: SamplingParams) -> RequestOutput:
-    with engine() as own:
-        own.add_request("r", prompt, params, stream=0)
-        return drained(own)["r"]
 
 
 ASKED = st.tuples(
@@ -129,18 +88,38 @@ def test_every_request_gets_what_it_gets_alone_and_what_its_grammar_allows(
 
 @given(
     st.sampled_from(list(FORMS)),
-    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 8), st.integers(0, 2**30)), max_size=12),
+    st.lists(
+        st.tuples(
+            st.integers(0, 2),
+            st.integers(0, 8),
+            st.integers(0, 2**30),
+            st.integers(0, 5),
+            st.lists(st.integers(0, VOCAB - 1), max_size=2),
+        ),
+        max_size=8,
+    ),
 )
-def test_a_mask_is_a_fold_over_the_outputs(form: str, asked: list[tuple[int, int, int]]) -> None:
-    """Histories of several samples, shorter and longer and other ones, in any order: as a new matcher gives it."""
+def test_a_mask_is_a_fold_over_the_outputs(
+    form: str, asked: list[tuple[int, int, int, int, list[int]]]
+) -> None:
+    """Histories of several samples, shorter and longer and other ones, in any order: as a new matcher gives it.
+
+    So behind drafts, of which some may stand, until the grammar refuses one or is at its end.
+    """
     params = StructuredOutputsParams(**FORMS[form])
     kept = Grammars(LOADED, vocab_size=VOCAB)
-    for sample, length, choice in asked:
-        outputs = legal(params, length, choice)
-        masks = [np.zeros(2, np.int32) for _ in range(2)]
-        fresh = Grammars(LOADED, vocab_size=VOCAB)
-        assert kept.mask(sample, params, outputs, masks[0]) == fresh.mask(0, params, outputs, masks[1])
-        assert masks[0].tolist() == masks[1].tolist()
+    for sample, length, choice, num_right, wild in asked:
+        text = legal(params, length + num_right, choice)
+        outputs, drafts = text[:length], np.array([*text[length:], *wild], np.int32)
+        expected = list[list[int]]()
+        for place in range(1 + len(drafts)):
+            try:
+                expected += masks_behind(
+                    Grammars(LOADED, vocab_size=VOCAB), 0, params, [*outputs, *drafts[:place]]
+                )
+            except GrammarError:
+                break
+        assert masks_behind(kept, sample, params, outputs, drafts) == expected
     kept.forget(but=lambda sample: sample == 1)
     assert kept._matchers.keys() <= {1}
 
@@ -149,15 +128,23 @@ def test_a_mask_is_a_fold_over_the_outputs(form: str, asked: list[tuple[int, int
 def legal(params: StructuredOutputsParams, length: int, choice: int) -> np.ndarray:
     """Some outputs that a grammar allows, and its end if it comes so soon."""
     grammars = Grammars(LOADED, vocab_size=VOCAB)
-    outputs = np.zeros(0, np.int32)
+    outputs = list[int]()
     for _ in range(length):
-        mask = np.zeros(2, np.int32)
-        if not grammars.mask(0, params, outputs, mask):
+        masks = masks_behind(grammars, 0, params, outputs)
+        if not masks:
             break
-        allowed = allowed_ids(mask)
-        outputs = np.append(outputs, np.int32(allowed[choice % len(allowed)]))
+        outputs.append(masks[0][choice % len(masks[0])])
         choice //= 3
-    return outputs
+    return np.array(outputs, np.int32)
+
+
+def masks_behind(
+    grammars: Grammars, sample: int, params: StructuredOutputsParams, outputs: Any, drafts: Any = ()
+) -> list[list[int]]:
+    """The ids that are allowed behind these outputs, and behind each of these drafts."""
+    into = np.zeros((1 + len(drafts), 2), np.int32)
+    own = np.array(outputs, np.int32), np.array(drafts, np.int32)
+    return [allowed_ids(mask) for mask in into[: grammars.masks(sample, params, *own, into)]]
 
 
 def allowed_ids(mask: np.ndarray) -> list[int]:
@@ -271,13 +258,6 @@ def test_a_model_that_can_not_end_or_spell_a_text_is_refused(lacks: dict[str, An
         own.add_request("r", PROMPT, shaped("json"))
 
 
-def test_an_engine_with_a_drafter_refuses_it() -> None:
-    """Its guesses would not be masked."""
-    drafter = ngram(num_drafts=2, min_n=1, max_n=2)
-    with engine(drafter=drafter) as own, pytest.raises(GrammarError, match="whose drafter makes 2 guesses"):
-        own.add_request("r", PROMPT, shaped("json"))
-
-
 @pytest.mark.parametrize("steps_ahead", [0, 1])
 def test_where_no_token_is_left_that_request_fails_and_the_others_go_on(steps_ahead: int) -> None:
     """The grammar is at its end, and min_tokens forbids the end."""
@@ -295,15 +275,15 @@ def test_where_no_token_is_left_that_request_fails_and_the_others_go_on(steps_ah
 def test_outputs_that_the_grammar_refuses_end_that_request_alone(
     monkeypatch: pytest.MonkeyPatch, steps_ahead: int
 ) -> None:
-    mask = Grammars.mask
+    masks = Grammars.masks
 
-    def forgetful(self: Grammars, sample: int, params: Any, outputs: Any, into: Any) -> bool:
-        is_open = mask(self, sample, params, outputs, into)
+    def forgetful(self: Grammars, sample: int, params: Any, outputs: Any, drafts: Any, into: Any) -> int:
+        count = masks(self, sample, params, outputs, drafts, into)
         if sample == 0 and len(outputs) == 2:
             into[:] = -1  # as if every token were allowed
-        return is_open
+        return count
 
-    monkeypatch.setattr(Grammars, "mask", forgetful)
+    monkeypatch.setattr(Grammars, "masks", forgetful)
     odd = replace(shaped("regex"), logit_bias={2 + TEXTS.index("}"): 100.0})
     with engine(steps_ahead=steps_ahead) as own:
         own.add_request("odd", PROMPT, odd)
@@ -331,9 +311,9 @@ def test_behind_its_end_a_grammar_says_nothing() -> None:
 
 def test_special_tokens_are_no_text() -> None:
     """A special token whose name the grammar would allow is not taken for that text."""
-    kept, mask = Grammars(LOADED, vocab_size=VOCAB), np.zeros(2, np.int32)
-    assert kept.mask(0, StructuredOutputsParams(regex="(<mark>|ab)"), np.zeros(0, np.int32), mask)
-    assert MARK not in allowed_ids(mask) and 2 + TEXTS.index("ab") in allowed_ids(mask)
+    params = StructuredOutputsParams(regex="(<mark>|ab)")
+    (allowed,) = masks_behind(Grammars(LOADED, vocab_size=VOCAB), 0, params, ())
+    assert MARK not in allowed and 2 + TEXTS.index("ab") in allowed
 
 
 @given(st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=4), min_size=1, max_size=3))

@@ -27,6 +27,7 @@ LIMITS = BatchLimits(max_num_reqs=3, max_model_len=16, vocab_size=8, block_sizes
 lags = st.integers(0, 2)
 
 
+@examples(0.5)
 @given(seeds, lags)
 def test_laws_of_any_legal_schedule(rng: Random, lag: int) -> None:
     """After every step the batch is what plain lists say, and the laws below hold."""

@@ -57,7 +57,7 @@ SHAPES = st.sampled_from(
 DUMMIES = st.lists(st.tuples(st.integers(1, 4), SHAPES, st.booleans()), max_size=4)
 
 
-@examples(0.3)
+@examples(0.15)
 @given(
     dummies=st.lists(DUMMIES, min_size=12, max_size=12),
     mode=st.sampled_from([FULL, PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE]),

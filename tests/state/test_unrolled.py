@@ -99,7 +99,7 @@ class World:
         return self.bound.captured.covering(execution, bounds.sampler, num_steps=num_steps)
 
 
-@examples(0.2)
+@examples(0.1)
 @given(PROMPTS, PARAMETERS, st.integers(2, 5), st.booleans())
 def test_unrolled_steps_are_single_steps(
     prompts: list[list[int]], params: SamplingParams, num_steps: int, captured: bool

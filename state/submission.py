@@ -208,7 +208,7 @@ def judged(params: SamplingParams, limits: BatchLimits, grammars: Grammars) -> S
                 f"structured_outputs in an engine whose drafter makes {limits.num_drafts} guesses a step: they would "
                 "not be masked; use an engine without a drafter"
             )
-        grammars.compile(params.structured_outputs)
+        grammars.check(params.structured_outputs, min_tokens=params.min_tokens)
     return normalize(params)
 
 

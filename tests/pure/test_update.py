@@ -281,6 +281,10 @@ REFUSED = {
     "embeddings of a prompt": Refused(
         _with_new(prompt_embeds=np.zeros((3, 2))), "'c' brings prompt_embeds: not supp"
     ),
+    "a block to copy that is zeroed first": Refused(
+        _steady(block_copies=(((2, 9),),), new_block_ids_to_zero=((2, 9),)),
+        "block 2 of KV group 0 is to be copied, and to be zeroed",
+    ),
     "a prompt that is embeddings in part": Refused(
         _with_new(prompt_is_token_ids=(True, False, True)), "'c' brings prompt_is_token_ids: not supported"
     ),

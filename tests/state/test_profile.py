@@ -73,11 +73,11 @@ def test_made_up_batches_between_steps_leave_no_trace(
     params = SamplingParams(temperature=0.9, seed=seed, max_tokens=8, repetition_penalty=1.2)
     settings: dict[str, Any] = {
         "kv_cache_bytes": 24 * PER_BLOCK, "block_size": 4, "max_model_len": 24, "max_num_reqs": 4,
-        "capture_sizes": (2, 4), "cudagraph_mode": mode, "steps_ahead": steps_ahead, "capture_progress": False,
+        "capture_sizes": (2, 4), "steps_ahead": steps_ahead, "capture_progress": False,
     }  # fmt: skip
     with Engine((MODEL, PARAMS), **settings) as plain:
         expected = [r.token_ids for r in plain.generate(PROMPTS, params, progress=False)]
-    with Engine((MODEL, PARAMS), graph_api=FakeGraphs(), **settings) as own:
+    with Engine((MODEL, PARAMS), graph_api=FakeGraphs(), cudagraph_mode=mode, **settings) as own:
         for kv in own._turns.now.leased.value.kv:
             kv.fill_(float("nan"))
         for i, prompt in enumerate(PROMPTS):

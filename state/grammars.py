@@ -223,7 +223,7 @@ def unheeded(schema: str) -> str | None:
     """A keyword of a JSON schema that xgrammar passes over, if there is one; text that is no JSON has none."""
     try:
         return next(_unheeded(json.loads(schema)), None)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None  # the compiler says what is wrong
 
 

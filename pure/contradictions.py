@@ -1,6 +1,7 @@
 """Where a SchedulerOutput contradicts the batch that it is applied to: checked whole, before anything is laid out."""
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -83,6 +84,14 @@ def check_block_orders(batch: InputBatch, output: SchedulerOutput, holders: Hold
                     f"blocks {min(blocks)} to {max(blocks)} are to be part of a {what} in KV group {group}, which has "
                     f"blocks 1 to {num_blocks - 1} beside the null block"
                 )
+    for group, (pairs, zeroed) in enumerate(
+        zip(output.block_copies, output.new_block_ids_to_zero, strict=False)
+    ):
+        if lost := {source for source, _ in pairs}.intersection(zeroed):
+            raise SchedulerOutputError(
+                f"block {min(lost)} of KV group {group} is to be copied, and to be zeroed, which is done first: zero "
+                "only blocks that nobody reads yet"
+            )
     for group, pairs in enumerate(output.block_copies):
         targets = np.array([target for _, target in pairs], np.int32)
         wrong = targets[holders.counts[group][targets] > 1].tolist()
@@ -103,6 +112,43 @@ def has_full_columns(output: SchedulerOutput) -> bool:
         and len(cached.num_computed_tokens) == num_cached
         and len(cached.num_output_tokens) == num_cached
     )
+
+
+def check_draft_kinds(output: SchedulerOutput) -> None:
+    """Drafts are a mapping of ids to tuples of whole numbers, or the counts of them a column of the scheduled requests.
+
+    Raises:
+        SchedulerOutputError: otherwise.
+    """
+    given, counts = output.scheduled_spec_decode_tokens, output.num_device_drafts
+    if not isinstance(given, Mapping):
+        raise SchedulerOutputError(
+            f"scheduled_spec_decode_tokens={given!r}: give a mapping of request ids to tuples of token ids"
+        )
+    for req_id, drafts in given.items():
+        if (
+            not isinstance(req_id, str)
+            or not isinstance(drafts, tuple | list)
+            or not all(map(_is_whole, drafts))
+        ):
+            raise SchedulerOutputError(
+                f"request {req_id!r} has drafts {drafts!r}: ids are text, and drafts a tuple of token ids"
+            )
+    if counts is None:
+        return
+    if (
+        not isinstance(counts, np.ndarray)
+        or counts.dtype.kind != "i"
+        or counts.shape != (len(output.req_ids),)
+    ):
+        raise SchedulerOutputError(
+            f"num_device_drafts={counts!r} for {len(output.req_ids)} scheduled requests: give an array of whole "
+            "numbers, one for each"
+        )
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int | np.integer)
 
 
 def check_drafts(batch: InputBatch, output: SchedulerOutput, num_drafts: NDArray[Any]) -> None:

@@ -16,6 +16,7 @@ from purestep.pure.arrays import Tape, frozen, start_loc, with_items
 from purestep.pure.contradictions import (
     check_block_orders,
     check_counts,
+    check_draft_kinds,
     check_drafts,
     check_ids,
     check_steps,
@@ -37,7 +38,7 @@ from purestep.pure.records.batch import (
 )
 from purestep.pure.records.layout import Layout, LayoutBounds, bucket, sampler_shape
 from purestep.pure.records.sampling_params import validate
-from purestep.pure.records.scheduler_output import BlockIds, NewRequestData, SchedulerOutput
+from purestep.pure.records.scheduler_output import NOTHING, BlockIds, NewRequestData, SchedulerOutput
 from purestep.pure.rows import (
     as_parked,
     drop,
@@ -285,6 +286,8 @@ def _lay_out(
 def _num_drafts(batch: InputBatch, output: SchedulerOutput) -> NDArray[Any] | None:
     """How many of each request's scheduled tokens are drafts, None if no request has any."""
     given, num_drafts = output.scheduled_spec_decode_tokens, output.num_device_drafts
+    if given is not NOTHING or num_drafts is not None:
+        check_draft_kinds(output)
     if given:
         num_drafts = np.array([len(given.get(req_id, ())) for req_id in output.req_ids], np.int32)
     if num_drafts is not None:

@@ -105,7 +105,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
-    group.add_argument("--max-tokens", type=int, default=128)
+    group.add_argument("--max-tokens", type=int, default=128, help="of an answer (default: %(default)s)")
     group.add_argument("--min-tokens", type=int, default=0)
     group.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
     group.add_argument("--top-k", type=int, default=0)
@@ -150,7 +150,7 @@ def _generate(options: argparse.Namespace) -> None:
     asked = _prompts(options)
     if options.logprobs is not None and not options.jsonl:
         raise InvalidParameterError("--logprobs: log-probabilities are written with --jsonl only: give both")
-    prompts, failed = asked, list[str]()
+    prompts, failed, num_cut = asked, list[str](), 0
     params = SamplingParams(**{name: getattr(options, name) for name in SAMPLING})
     with Engine(options.model, dtype=_dtype(options), device=options.device) as engine:
         chat = engine.is_chat_model and not options.raw
@@ -159,6 +159,7 @@ def _generate(options: argparse.Namespace) -> None:
         if len(prompts) == 1 and params.n == 1 and not options.jsonl:
             last = _print_growing(engine.stream(prompts, params, add_special_tokens=not chat))
             failed += _failures(asked[0], last)
+            num_cut += _num_cut(last)
         else:
             # On a terminal the results themselves show how far it is, and a bar would be in their way.
             with progress(len(prompts), shown=not options.quiet and not sys.stdout.isatty()) as report:
@@ -169,8 +170,25 @@ def _generate(options: argparse.Namespace) -> None:
                     elif result.error is None:
                         _print_text(result, several=len(prompts) > 1)
                     failed += _failures(prompt, result)
+                    num_cut += 0 if options.jsonl else _num_cut(result)  # which says it for itself
+    if num_cut:
+        _say_cut(num_cut, len(asked) * params.n, options.max_tokens)
     if failed:
         raise InvalidRequestError("; ".join(failed))
+
+
+def _num_cut(result: Any) -> int:
+    """How many samples ended because they may not be longer, not because the model was done."""
+    return sum(output.finish_reason == "length" for output in result.outputs)
+
+
+def _say_cut(num_cut: int, num_texts: int, max_tokens: int) -> None:
+    texts = "the text ends" if num_texts == 1 else f"{num_cut} of {num_texts} texts end"
+    print(
+        f"purestep: {texts} at a limit, not where the model would: --max-tokens is {max_tokens}; give a larger one "
+        "to read on, as far as the model's positions reach",
+        file=sys.stderr,
+    )
 
 
 def _failures(prompt: str, result: Any) -> list[str]:

@@ -19,6 +19,7 @@ from purestep.pure.errors import (
     InvalidRequestError,
     StaleStateError,
 )
+from purestep.pure.records.dispatch import CUDAGraphMode
 from purestep.pure.records.drafter import HostDrafter
 from purestep.pure.records.params import Params
 from purestep.pure.records.sampling_params import SamplingParams
@@ -34,10 +35,11 @@ from purestep.state.progress import progress as progress_bar
 from purestep.state.results import RequestOutput
 from purestep.state.setup import (
     AnyDrafter,
-    Sizes,
     Source,
+    as_dtype,
     bind,
     capture,
+    check_graphs,
     dispatch_keys_of,
     kv_cache_of,
     limits_of,
@@ -47,6 +49,7 @@ from purestep.state.setup import (
     usable_device,
     with_drafter_of,
 )
+from purestep.state.sizes import Sizes
 from purestep.state.submission import (
     Prompt,
     check_request,
@@ -79,7 +82,7 @@ class Engine:
         model: Source = None,
         *,
         tokenizer: Any = None,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | str = torch.float32,
         device: torch.device | str = "cpu",
         seed: int = 0,
         kernels: Kernels | None = None,
@@ -88,14 +91,15 @@ class Engine:
         draft_params: Params | None = None,
         **sizes: Any,
     ) -> None:
-        wanted = Sizes(**sizes)
+        wanted, dtype = Sizes(**sizes), as_dtype(dtype)
         place = usable_device(device)
+        check_graphs(wanted, place, graph_api)
         loaded = resolve(model, dtype=dtype, device=place, tokenizer=tokenizer)
         self._loaded = with_drafter_of(loaded, drafter, draft_params, dtype=dtype, device=place)
         how: Any = {"device": place, "kernels": kernels, "drafter": drafter}
         kv_config = kv_cache_of(self._loaded, wanted, dtype=dtype, **how)
         self.limits = limits_of(self._loaded, kv_config, wanted, seed=seed, drafter=drafter)
-        if graph_api is None and place.type == "cuda" and wanted.cudagraph_mode:
+        if graph_api is None and place.type == "cuda" and wanted.cudagraph_mode is not CUDAGraphMode.NONE:
             graph_api = CudaGraphs(place)
         keys = dispatch_keys_of(self._loaded.model, self.limits, wanted)
         host_drafter = drafter if isinstance(drafter, HostDrafter) else None

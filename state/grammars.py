@@ -4,8 +4,9 @@ Where a sample is in its grammar is a fold over its accepted outputs, and nothin
 to whatever history it is asked about, back or forth. So chunks, preemption, forks and rewinding need no code.
 """
 
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
@@ -21,6 +22,25 @@ from purestep.state.loading.tokenizer import Tokenizer
 CACHE_BYTES = 512 * 2**20  # of compiled grammars
 ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n", "\r": r"\r", "\0": r'" "\0" "'})
 NOTHING = np.zeros(0, np.int32)
+PATIENCE = 100  # tokens that are tried to find a text of min_tokens, some 50 us each
+
+UNHEEDED = (
+    "not",
+    "if",
+    "uniqueItems",
+    "contains",
+    "minContains",
+    "maxContains",
+    "$dynamicRef",
+)  # by xgrammar
+OF_SCHEMAS = (
+    "properties",
+    "patternProperties",
+    "dependentSchemas",
+    "$defs",
+    "definitions",
+)  # by names of any kind
+OF_VALUES = ("const", "enum", "default", "examples")  # what lies in these is no schema
 
 
 @attrs.frozen
@@ -51,6 +71,11 @@ class Grammars:
         if self._compiler is None:
             self._compiler = self._new_compiler()
         name, value = params.form
+        if name == "json" and (word := unheeded(value)) is not None:
+            raise GrammarError(
+                f"structured_outputs: json={value!r} has the keyword {word!r}, which xgrammar does not heed, so texts "
+                "that it forbids would be written: leave it out, or say the same by other keywords or a grammar"
+            )
         compilers = {
             "json": self._compiler.compile_json_schema,
             "regex": self._compiler.compile_regex,
@@ -64,6 +89,56 @@ class Grammars:
             raise GrammarError(
                 f"structured_outputs: {name}={value!r} can not be compiled: {reason}"
             ) from None
+
+    def check(self, params: StructuredOutputsParams, *, min_tokens: int) -> None:
+        """Compile the grammar, and refuse one that leaves no token where one is needed, as far as that is soon seen.
+
+        What is not seen here ends in the step that finds no token.
+
+        Raises:
+            GrammarError: as `compile`; a grammar that allows no text, or only texts of fewer than `min_tokens` tokens.
+        """
+        compiled, (name, value) = self.compile(params), params.form
+        from xgrammar import GrammarMatcher
+
+        matcher = GrammarMatcher(compiled)
+        if not len(self._choices(matcher)):
+            raise GrammarError(
+                f"structured_outputs: {name}={value!r} allows no text of this model's tokens, not even an empty one: "
+                "give a form that some text has"
+            )
+        is_short = name == "choice" and max(len(text.encode()) for text in value) < min_tokens
+        if is_short or not self._may_last(matcher, min_tokens):
+            raise GrammarError(
+                f"structured_outputs: {name}={value!r} with min_tokens={min_tokens}: every text that it allows has "
+                f"fewer tokens, and nothing may follow it: lower min_tokens, or allow longer texts"
+            )
+
+    def _choices(self, matcher: Any) -> NDArray[np.int32]:
+        """The tokens that may come next, the end of the text among them."""
+        mask = np.zeros(-(-self._vocab_size // 32), np.int32)
+        matcher.fill_next_token_bitmask(mask[None])
+        bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[: self._vocab_size]
+        return np.flatnonzero(bits).astype(np.int32)
+
+    def _may_last(self, matcher: Any, num_tokens: int) -> bool:
+        """Whether a text may have so many tokens before its end: searched in depth, and yes where patience ends."""
+
+        def further() -> Iterator[int]:
+            return iter(np.setdiff1d(self._choices(matcher), self._eos_token_ids).tolist())
+
+        ways, num_tried = [further()], 0  # of going on, behind each token of the text so far
+        while 0 < len(ways) <= num_tokens and num_tried < PATIENCE:
+            token = next(ways[-1], None)
+            if token is not None:
+                matcher.accept_token(token)
+                ways.append(further())
+                num_tried += 1
+                continue
+            ways.pop()
+            if ways:
+                matcher.rollback(1)
+        return len(ways) > 0
 
     def masks(
         self,
@@ -169,6 +244,28 @@ def _mask_along(matcher: Any, drafts: NDArray[np.int32], into: NDArray[np.int32]
 def _allows(mask: NDArray[np.int32], token: int) -> bool:
     """Whether a mask has the token's bit. A matcher that is given a token without says so on stderr."""
     return bool(mask[token // 32] >> token % 32 & 1)
+
+
+def unheeded(schema: str) -> str | None:
+    """A keyword of a JSON schema that xgrammar passes over, if there is one; text that is no JSON has none."""
+    try:
+        return next(_unheeded(json.loads(schema)), None)
+    except (ValueError, RecursionError):
+        return None  # the compiler says what is wrong
+
+
+def _unheeded(schema: Any) -> Iterator[str]:
+    for own in schema if isinstance(schema, list) else ():
+        yield from _unheeded(own)
+    for word, value in schema.items() if isinstance(schema, dict) else ():
+        if word in UNHEEDED and value is not False:
+            yield word
+        if word == "allOf" and isinstance(value, list) and len(value) > 1:
+            yield "allOf of several"
+        if word in OF_SCHEMAS and isinstance(value, dict):
+            yield from _unheeded(list(value.values()))
+        elif word not in OF_VALUES:
+            yield from _unheeded(value)
 
 
 def one_of(texts: tuple[str, ...]) -> str:

@@ -35,6 +35,7 @@ from purestep.state.loading.loaded import LoadedModel
 from purestep.state.profile import determine_available_memory, profile_layouts
 from purestep.state.progress import watched
 from purestep.state.run import BoundStep
+from purestep.state.sizes import GREEDY_SHAPE, RANDOM_SHAPE, UNROLL, UNROLLED_REQS, Sizes
 from purestep.state.weights import placed
 
 DEFAULT_KV_CACHE_BYTES = 512 * 2**20
@@ -42,63 +43,17 @@ AnyDrafter = Drafter | HostDrafter | None
 Source = str | Path | LoadedModel | tuple[Model, Params] | None
 
 
-LEAST = {  # of the sizes that are whole numbers; a prompt and an output need 2 tokens
-    "kv_cache_bytes": 1,
-    "block_size": 1,
-    "max_num_reqs": 1,
-    "max_num_batched_tokens": 1,
-    "block_horizon": 1,
-    "max_model_len": 2,
-    "steps_ahead": 0,
-    "unroll": 1,
-}
+def as_dtype(dtype: Any) -> torch.dtype:
+    """The type, which its name may stand for.
 
-
-GREEDY_SHAPE = SamplerShape()
-RANDOM_SHAPE = SamplerShape(random=True, truncated=True)
-SAMPLERS = (  # what rollouts ask for: the log-probability of each token; and penalties, or a least length
-    SamplerShape(random=True, truncated=True, num_logprobs=0, logprobs_modes=("raw_logprobs",)),
-    SamplerShape(random=True, truncated=True, penalties=True, min_tokens=True),
-)
-
-
-UNROLL = 4  # steps of a launch on a GPU
-UNROLLED_REQS = 16  # in graphs of several steps: a step of more takes longer than what one more launch does
-
-
-@attrs.frozen(kw_only=True)
-class Sizes:
-    """How much an engine holds and does at once. None: as much as model and cache allow."""
-
-    kv_cache_bytes: int | None = None  # None: what gpu_memory_utilization leaves; without a GPU 512 MiB
-    gpu_memory_utilization: float = 0.9  # share of a GPU's memory that may be in use, by anybody
-    block_size: int = 16
-    max_model_len: int | None = None
-    max_num_reqs: int = 64
-    max_num_batched_tokens: int = 2048
-    enable_prefix_caching: bool = True
-    block_horizon: int = 64  # tokens that running requests are given blocks for ahead of time
-    steps_ahead: int | None = (
-        None  # steps begun before the last one's tokens are known; None: 1 on a GPU, else 0
-    )
-    unroll: int | None = (
-        None  # decode steps in one replay where nobody waits; tokens come so many at a time; None: 4 on a GPU, else 1
-    )
-    cudagraph_mode: CUDAGraphMode = CUDAGraphMode.FULL_DECODE_ONLY  # on a GPU
-    capture_sizes: tuple[int, ...] | None = None  # numbers of tokens; None: up to max_num_reqs
-    capture_samplers: tuple[SamplerShape, ...] = SAMPLERS  # beside greedy and random sampling
-    capture_halves: bool = False  # graphs of half steps too: where requests have grammars or processors
-    capture_progress: bool = True  # a bar while graphs are captured
-
-    def __attrs_post_init__(self) -> None:
-        for name, least in LEAST.items():
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < least):
-                raise InvalidParameterError(f"{name}={value!r}: it must be a whole number, at least {least}")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise InvalidParameterError(
-                f"gpu_memory_utilization={self.gpu_memory_utilization}: it is a share, above 0 and at most 1"
-            )
+    Raises: InvalidParameterError for what is neither.
+    """
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype):
+        raise InvalidParameterError(
+            f"dtype={dtype!r}: give a torch.dtype or its name, float32 or bfloat16 say"
+        )
+    return found
 
 
 def usable_device(device: torch.device | str) -> torch.device:
@@ -116,6 +71,18 @@ def usable_device(device: torch.device | str) -> torch.device:
             f"device={str(place)!r}: this torch sees no GPU: use device='cpu', or install a CUDA build of torch"
         )
     return place
+
+
+def check_graphs(sizes: Sizes, device: torch.device, graph_api: GraphApi | None) -> None:
+    """Graphs are asked for where there are any.
+
+    Raises: InvalidParameterError for a mode that wants them where there are none.
+    """
+    mode = sizes.cudagraph_mode
+    if mode and graph_api is None and device.type != "cuda":
+        raise InvalidParameterError(
+            f"cudagraph_mode={mode.name} on {device}: only CUDA has graphs: use device='cuda', or leave the mode out"
+        )
 
 
 def resolve(source: Source, *, dtype: torch.dtype, device: torch.device, tokenizer: Any) -> LoadedModel:
@@ -271,8 +238,9 @@ def dispatch_keys_of(model: Model, limits: BatchLimits, sizes: Sizes) -> Dispatc
     every, capture_sizes = 1 + limits.num_drafts, sizes.capture_sizes
     if capture_sizes is None:
         capture_sizes = tuple(sorted(every * n for n in {*default, limits.max_num_reqs}))
+    wanted = CUDAGraphMode.FULL_DECODE_ONLY if sizes.cudagraph_mode is None else sizes.cudagraph_mode
     mode, config = resolve_cudagraph_mode(
-        sizes.cudagraph_mode,
+        wanted,
         DispatchConfig(capture_sizes, limits.max_num_reqs),
         support=[AttentionCGSupport.ALWAYS],  # all of our kernels take any batch
         pieces=has_pieces(model),

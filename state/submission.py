@@ -203,7 +203,7 @@ def judged(params: SamplingParams, limits: BatchLimits, grammars: Grammars) -> S
     """
     validate(params, limits.vocab_size, limits.max_model_len, eos_token_ids=limits.eos_token_ids)
     if params.structured_outputs is not None:
-        grammars.compile(params.structured_outputs)
+        grammars.check(params.structured_outputs, min_tokens=params.min_tokens)
     return normalize(params)
 
 

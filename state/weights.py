@@ -18,6 +18,12 @@ REMEDY = (
 )
 
 
+DRAFT_REMEDY = (
+    "this engine has a drafter with weights, and takes those of both: give "
+    "with_draft_params(params, draft_params) of purestep.pure.drafters.joined"
+)
+
+
 def check_alike(old: Any, new: Any) -> None:
     """Nothing, if two trees of tensors have the same structure, shapes, dtypes and device.
 
@@ -27,7 +33,8 @@ def check_alike(old: Any, new: Any) -> None:
     (wanted, wanted_spec), (found, found_spec) = _by_name(old), _by_name(new)
     for name in wanted:
         if name not in found:
-            raise InvalidParameterError(f"the new parameters lack {name}: {REMEDY}")
+            remedy = DRAFT_REMEDY if name.startswith("['draft']") else REMEDY
+            raise InvalidParameterError(f"the new parameters lack {name}: {remedy}")
     for name in found:
         if name not in wanted:
             raise InvalidParameterError(f"the new parameters have {name}, which the model has not: {REMEDY}")

@@ -4,16 +4,25 @@
 dtypes, and dimensions across the fields of one record. The library knows nothing of this: constructors are
 swapped on the classes that exist, and swapped back. So nobody else pays, and torch.compile, which can not
 trace the checker, is given the plain ones.
+
+A check costs more than most steps of the tests' models, and its outcome depends on types, dtypes and shapes alone. So
+arguments of kinds that have passed it once are not checked again.
 """
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import attrs
+import numpy as np
 import torch.utils._pytree as pytree
 from beartype import BeartypeConf, beartype
 from jaxtyping import jaxtyped
+from torch import Tensor
+
+MOST_KINDS = 20_000  # that are kept of one record
+MOST_PLACES = 8  # of a tuple whose items may each have an annotation of their own
 
 _plain: dict[type[Any], Any] = {}
 _checked: dict[type[Any], Any] = {}
@@ -52,8 +61,55 @@ def check(cls: type[Any]) -> None:
     """Check one record class from now on."""
     if cls not in _plain:
         _plain[cls] = cls.__init__
-        _checked[cls] = jaxtyped(typechecker=_typechecker)(cls.__init__)
+        _checked[cls] = _checked_once(cls.__init__)
     cls.__init__ = _checked[cls]  # type: ignore[misc]
+
+
+def _checked_once(plain: Callable[..., None]) -> Callable[..., None]:
+    """The constructor, with a check of arguments of every kind when it comes for the first time."""
+    passed = set[Hashable]()
+
+    @functools.cache
+    def whole() -> Callable[..., None]:  # made when it is wanted: most records are not in most processes
+        checked: Callable[..., None] = jaxtyped(typechecker=_typechecker)(plain)
+        return checked
+
+    @functools.wraps(plain)
+    def init(self: Any, *arguments: Any, **named: Any) -> None:
+        try:
+            kind = (*map(kind_of, arguments), *named, *map(kind_of, named.values()))
+            is_known = kind in passed
+        except TypeError:  # a shape that is being traced can not be hashed
+            return whole()(self, *arguments, **named)
+        if is_known:
+            return plain(self, *arguments, **named)
+        whole()(self, *arguments, **named)
+        if len(passed) == MOST_KINDS:
+            passed.clear()
+        passed.add(kind)
+
+    return init
+
+
+def kind_of(value: Any) -> Hashable:
+    """What an annotation can tell of a value: types, dtypes, shapes, and text, which may be one of a few words.
+
+    Of mappings the first item counts, as for beartype.
+    """
+    kind = type(value)
+    if isinstance(value, Tensor | np.ndarray):
+        return kind, value.dtype, tuple(value.shape)
+    if isinstance(value, str):
+        return value
+    if isinstance(value, tuple | list):
+        if len(value) <= MOST_PLACES:
+            return (kind, *map(kind_of, value))
+        return kind, frozenset(map(kind_of, value))
+    if isinstance(value, set | frozenset):
+        return kind, frozenset(map(type, value))
+    if isinstance(value, Mapping):
+        return kind, *map(kind_of, next(iter(value.items()), ()))
+    return kind
 
 
 def _restore() -> None:

@@ -17,6 +17,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = (
         "1"  # before anything imports triton, as transformers may: it is read at import
     )
+profiles.import_package()
 torch.set_num_threads(1)  # barriers between threads cost more than they save on tensors this small
 
 

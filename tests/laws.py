@@ -3,6 +3,7 @@
 import enum
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, TypeVar
 
 import attrs
@@ -243,7 +244,9 @@ def digest(value: Any) -> bytes:
 
 
 def _parts(value: Any) -> list[bytes]:
-    kind = f"{type(value).__module__}.{type(value).__qualname__}".encode()
+    kind = _name_of(type(value))
+    if type(value) in _SIMPLE or (isinstance(value, tuple | list) and _SIMPLE.issuperset(map(type, value))):
+        return [kind, repr(value).encode()]
     if isinstance(value, torch.Tensor):
         return [
             kind,
@@ -264,7 +267,7 @@ def _parts(value: Any) -> list[bytes]:
     if isinstance(value, set | frozenset):
         return [kind, *sorted(digest(item) for item in value)]
     if attrs.has(type(value)):
-        return [kind, *(digest(getattr(value, field.name)) for field in attrs.fields(type(value)))]
+        return [kind, *(digest(getattr(value, name)) for name in _field_names(type(value)))]
     if isinstance(value, float):
         return [kind, np.float64(value).tobytes()]  # repr hides the sign and payload of NaN
     if isinstance(value, torch.nn.Module):
@@ -276,6 +279,17 @@ def _parts(value: Any) -> list[bytes]:
     raise TypeError(f"digest() does not know how to look into a {type(value).__qualname__}")
 
 
+@cache
+def _name_of(kind: type) -> bytes:
+    return f"{kind.__module__}.{kind.__qualname__}".encode()
+
+
+@cache
+def _field_names(kind: type) -> tuple[str, ...]:
+    return tuple(field.name for field in attrs.fields(kind))
+
+
+_SIMPLE = frozenset([bool, int, str, type(None)])  # whose repr says all, also inside tuples and lists
 _PLAIN = (
     bool,
     int,

@@ -2,9 +2,16 @@
 
 Profiles: `dev` (50 examples), `ci` (500, same ones every time; chosen when CI=true), `nightly` (20,000).
 `pytest --hypothesis-profile nightly` picks one by hand.
+
+Hypothesis mixes constants into what it draws that it finds in the modules of the package that are imported by then. So
+that examples do not depend on which tests ran before in the same process, `import_package` imports all of them first.
+Modules that are made while tests run (inductor's code, in the few tests that compile with it) add constants still:
+numbers and texts drawn behind them in the same process may be others.
 """
 
+import importlib
 import os
+import pkgutil
 
 from hypothesis import HealthCheck, settings
 
@@ -26,3 +33,17 @@ def examples(fraction: float, **changes: object) -> settings:
     beside the decorator when the law deserves better.
     """
     return settings(max_examples=max(1, round(settings.default.max_examples * fraction)), **changes)  # type: ignore[arg-type]
+
+
+def import_package() -> None:
+    """Import every module of purestep, but for those that need what is not installed."""
+    for folder in ("kernels", "pure", "state"):
+        package = importlib.import_module(f"purestep.{folder}")
+        for module in pkgutil.walk_packages(
+            package.__path__, f"{package.__name__}.", onerror=lambda name: None
+        ):
+            try:
+                importlib.import_module(module.name)
+            except ModuleNotFoundError as error:
+                if (error.name or "").startswith("purestep"):
+                    raise

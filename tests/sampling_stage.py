@@ -71,7 +71,11 @@ def executed(
     askers: Sequence[Asker], logits: Tensor, *, eos_token_ids: tuple[int, ...] = ()
 ) -> ExecuteModelState:
     """What `execute` leaves when the model says these logits [askers, vocab] after the requests' histories."""
-    batch = batch_of(askers, logits.shape[-1], eos_token_ids)
+    return executed_batch(batch_of(askers, logits.shape[-1], eos_token_ids), logits)
+
+
+def executed_batch(batch: InputBatch, logits: Tensor) -> ExecuteModelState:
+    """The same of a batch whose requests complete their histories."""
     model = Model("nothing", (), None, (), batch.limits.vocab_size, batch.limits.max_model_len)
     plan = plan_step(batch, InputBatch.make_empty(batch.limits))
     state = replace(initial_state(model, batch.limits), inbox=plan.inbox.to("cpu"))
@@ -89,8 +93,8 @@ def sampled(
     exponential: Tensor | None = None,
 ) -> SampledTokens:
     """What the stage makes of these logits."""
-    given = executed(askers, logits, eos_token_ids=eos_token_ids)
-    extras = sampling_extras(batch_of(askers, logits.shape[-1], eos_token_ids)).to("cpu")
+    batch = batch_of(askers, logits.shape[-1], eos_token_ids)
+    given, extras = executed_batch(batch, logits), sampling_extras(batch).to("cpu")
     return sample_tokens(given, kernels=kernels, exponential=exponential, extras=extras)
 
 

@@ -307,6 +307,9 @@ def test_a_failure_that_is_brought_back_is_found(
     mutant: Mutant, monkeypatch: pytest.MonkeyPatch, unchecked_records: None
 ) -> None:
     assert passes(mutant.test)
+    monkeypatch.delenv(
+        "CI", raising=False
+    )  # there pytest spells out how long lists differ, which nobody reads here
     for name, patched in mutant.names.items():
         monkeypatch.setattr(mutant.module, name, patched)
     with pytest.raises(mutant.error):

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.metadata
+import importlib.util
 import pickle
 import pkgutil
 import re
@@ -17,7 +18,7 @@ import pytest
 
 import purestep.pure
 from tests import checks
-from tests.syntax import FOLDERS, ROOT
+from tests.syntax import FOLDERS, ROOT, sources
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -135,6 +136,18 @@ def test_contributing_names_every_record_of_more_than_eight_fields() -> None:
 
     assert {name for name in large if name not in (ROOT / "CONTRIBUTING.md").read_text()} == set()
     assert "Kernels" in large
+
+
+def test_every_module_is_imported_before_tests() -> None:
+    """What is drawn depends on it (see `tests.profiles`); without Triton its kernels can not be."""
+    names = {name.removesuffix(".__init__") for name in sources(*FOLDERS)}
+    absent = {
+        name
+        for name in names - sys.modules.keys()
+        if importlib.util.find_spec("triton") or "triton" not in name
+    }
+
+    assert absent == set()
 
 
 def test_classes_are_found_again_by_another_process() -> None:

@@ -12,7 +12,7 @@ from purestep.pure.forward import compute_logits, model_forward, preprocess
 from purestep.pure.models.config import ModelConfig
 from purestep.pure.models.model import Model
 from purestep.pure.record import replace
-from purestep.pure.records.drafter import Drafter, Proposal
+from purestep.pure.records.drafter import Drafter, Proposal, is_count
 from purestep.pure.records.inputs import AttentionMetadata, StepInputs
 from purestep.pure.records.outputs import StepOutput
 from purestep.pure.records.params import Params
@@ -36,7 +36,7 @@ def draft_model(
     Source: vllm/v1/spec_decode/draft_model.py.
     """
     groups = 1 + max((layer.group for layer in target.kv_layers), default=-1)
-    if num_drafts < 1 or draft.vocab_size != target.vocab_size or not 0 <= group < groups:
+    if not is_count(num_drafts) or draft.vocab_size != target.vocab_size or not 0 <= group < groups:
         raise DrafterError(
             f"{draft.name} (vocabulary of {draft.vocab_size}) as drafter of {num_drafts} tokens in KV group {group} "
             f"for {target.name} (vocabulary of {target.vocab_size}, {groups} groups): it needs at least one draft, the "

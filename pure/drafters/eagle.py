@@ -23,7 +23,7 @@ from purestep.pure.models.llama import after_attention, attention, before_attent
 from purestep.pure.models.model import KVLayerSpec, Model, Piece
 from purestep.pure.models.rope import rope_cos_sin
 from purestep.pure.record import replace
-from purestep.pure.records.drafter import Drafter, Proposal
+from purestep.pure.records.drafter import Drafter, Proposal, is_count
 from purestep.pure.records.inputs import AttentionMetadata, IntermediateTensors, ModelInputs, StepInputs
 from purestep.pure.records.outputs import StepOutput
 from purestep.pure.records.params import Params
@@ -49,7 +49,7 @@ def eagle(
     """
     shape = getattr(target.config, "hidden_size", None)
     if (
-        num_drafts < 1
+        not is_count(num_drafts)
         or target.head is None
         or (config.hidden_size, config.vocab_size) != (shape, target.vocab_size)
     ):

@@ -19,7 +19,7 @@ from purestep.pure.models.llama import after_attention, attention
 from purestep.pure.models.model import KVLayerSpec, Model, Piece
 from purestep.pure.models.rope import rope_cos_sin
 from purestep.pure.record import replace
-from purestep.pure.records.drafter import Drafter, Proposal
+from purestep.pure.records.drafter import Drafter, Proposal, is_count
 from purestep.pure.records.inputs import ModelInputs
 from purestep.pure.records.outputs import StepOutput
 from purestep.pure.records.params import Params
@@ -50,7 +50,7 @@ def eagle3(
     depth = len(target.kv_layers)
     sizes = (config.hidden_size, config.vocab_size, config.num_layers)
     if (
-        num_drafts < 1
+        not is_count(num_drafts)
         or sizes != (shape, target.vocab_size, 1)
         or not layers
         or not set(layers) <= set(range(depth))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from purestep.kernels.types import Kernels
 from purestep.pure.errors import DrafterError
-from purestep.pure.records.drafter import Drafter, Proposal
+from purestep.pure.records.drafter import Drafter, Proposal, is_count
 from purestep.pure.records.outputs import StepOutput
 from purestep.pure.records.params import Params
 from purestep.pure.records.state import ExecuteModelState, StepState
@@ -29,7 +29,7 @@ def medusa(*, num_drafts: int, num_layers: int = 1) -> Drafter:
     Raises:
         DrafterError: no drafts.
     """
-    if num_drafts < 1:
+    if not is_count(num_drafts):
         raise DrafterError(f"Medusa heads with num_drafts={num_drafts}: it has to be at least 1")
     paths: list[tuple[str | int, ...]] = []
     for head in range(num_drafts):

@@ -7,7 +7,7 @@ import numpy as np
 
 from purestep.kernels.types import Kernels
 from purestep.pure.errors import DrafterError
-from purestep.pure.records.drafter import Drafter, Drafts, Histories, HostDrafter, Proposal
+from purestep.pure.records.drafter import Drafter, Drafts, Histories, HostDrafter, Proposal, is_count
 from purestep.pure.records.outputs import StepOutput
 from purestep.pure.records.params import Params
 from purestep.pure.records.state import ExecuteModelState, StepState
@@ -94,8 +94,8 @@ def ngram_drafts(history: np.ndarray, most: int, min_n: int, max_n: int) -> tupl
 
 
 def _check(num_drafts: int, min_n: int, max_n: int) -> None:
-    if num_drafts < 1 or not 1 <= min_n <= max_n:
+    if not all(map(is_count, (num_drafts, min_n, max_n))) or min_n > max_n:
         raise DrafterError(
-            f"n-gram drafts with num_drafts={num_drafts}, min_n={min_n} and max_n={max_n}: num_drafts has to be at "
-            "least 1, and 1 <= min_n <= max_n"
+            f"n-gram drafts with num_drafts={num_drafts!r}, min_n={min_n!r} and max_n={max_n!r}: whole numbers of at "
+            "least 1 are needed, and min_n <= max_n"
         )

@@ -12,7 +12,7 @@ import numpy as np
 
 from purestep.pure.arrays import frozen
 from purestep.pure.errors import DrafterError
-from purestep.pure.records.drafter import Drafts, Histories, HostDrafter
+from purestep.pure.records.drafter import Drafts, Histories, HostDrafter, is_count
 
 
 def suffix(
@@ -29,17 +29,30 @@ def suffix(
     request's own history, such as earlier answers.
 
     Raises:
-        DrafterError: numbers that ask for nothing.
+        DrafterError: numbers that ask for nothing, or a corpus of something else than token ids.
     """
-    if num_drafts < 1 or max_context < 1 or not 0 <= min_share <= 1:
+    is_share = isinstance(min_share, int | float) and 0 <= min_share <= 1
+    if not is_count(num_drafts) or not is_count(max_context) or not is_share:
         raise DrafterError(
-            f"suffix drafts with num_drafts={num_drafts}, max_context={max_context} and min_share={min_share}: the "
-            "first two have to be at least 1, and the share lies between 0 and 1"
+            f"suffix drafts with num_drafts={num_drafts!r}, max_context={max_context!r} and min_share={min_share!r}: "
+            "the first two are whole numbers of at least 1, and the share lies between 0 and 1"
         )
-    texts = tuple(frozen(np.array(text, np.int32)) for text in corpus)
+    texts = _texts(corpus)
     return HostDrafter(
         num_drafts, partial(propose, max_context=max_context, min_share=min_share), partial(tuple, texts)
     )
+
+
+def _texts(corpus: Sequence[Sequence[int]]) -> tuple[np.ndarray, ...]:
+    try:
+        texts = [np.asarray(text) for text in corpus]
+    except (TypeError, ValueError):  # nothing to go through, or texts of texts
+        texts = [np.zeros(())]
+    if not all(text.ndim == 1 and (text.dtype.kind in "iu" or not len(text)) for text in texts):
+        raise DrafterError(
+            f"corpus={corpus!r:.80}: give a list of texts, each a list of token ids (whole numbers)"
+        )
+    return tuple([frozen(text.astype(np.int32)) for text in texts])
 
 
 def propose(

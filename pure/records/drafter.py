@@ -12,9 +12,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from purestep.kernels.record import record
+from purestep.pure.errors import DrafterError
 
 Histories = Sequence[Sequence[int] | NDArray[np.int32]]  # known token ids of requests
 Drafts = tuple[tuple[int, ...], ...]  # of each request
+
+
+def is_count(value: object) -> bool:
+    """Whether this is a whole number of at least 1."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and value >= 1
+
+
+def _check_num_drafts(num_drafts: object) -> None:
+    if not is_count(num_drafts):
+        raise DrafterError(
+            f"a drafter with num_drafts={num_drafts!r}: it is a whole number of guesses a step, at least 1"
+        )
 
 
 @record
@@ -47,6 +60,8 @@ class Drafter:
     What it keeps from step to step is `StepState.drafter`, a tree of tensors that `init(num_rows=, device=)`
     makes. Its weights are `params.tree["draft"]`. Layers of its own lie in the KV cache behind the model's: they share
     its block tables, so that blocks which are cached, copied or forked bring the drafter's keys along.
+
+    Raises: DrafterError for a num_drafts that is no whole number of at least 1.
     """
 
     num_drafts: int
@@ -57,6 +72,9 @@ class Drafter:
     linear_paths: tuple[tuple[str | int, ...], ...] = ()  # as in Model, below params.tree["draft"]
     draws: bool = False  # it states the probabilities that drafts were drawn from
 
+    def __attrs_post_init__(self) -> None:
+        _check_num_drafts(self.num_drafts)
+
 
 @record(static=True)
 class HostDrafter:
@@ -65,8 +83,13 @@ class HostDrafter:
     `propose(kept, histories, budgets) -> (kept, drafts)`: histories are the known token ids of each request, budgets
     the most drafts that each may have; drafts are a tuple of token ids for each, as short as it likes. `init()` makes
     the first `kept`, an immutable value.
+
+    Raises: DrafterError for a num_drafts that is no whole number of at least 1.
     """
 
     num_drafts: int
     propose: Callable[..., Any]
     init: Callable[[], Any] = keep_nothing
+
+    def __attrs_post_init__(self) -> None:
+        _check_num_drafts(self.num_drafts)

@@ -28,6 +28,7 @@ from purestep.pure.records.queue import (
     Waiting,
 )
 from purestep.pure.scheduler.admission import num_held_rows
+from purestep.pure.scheduler.kinds import WHOLE, check_ids, check_stream
 from purestep.pure.scheduler.lifecycle import add, set_version
 from purestep.pure.scheduler.memory import held_by, in_line
 from purestep.pure.scheduler.rows import add_twin, tokens_of
@@ -48,8 +49,13 @@ def hold(queue: Queue, moment: Hashable) -> Shareable:
     """The queue in which a moment of this name holds the blocks of all running requests.
 
     What is in that queue, and in the batch whose requests `kept` so many blocks, is what there is to remember.
+
+    Raises: InvalidRequestError for a name that is in use.
     """
-    assert moment not in queue.moments, "two moments of one name"
+    if moment in queue.moments:
+        raise InvalidRequestError(
+            f"hold({moment!r}): a moment of this name holds blocks already: choose another one, or let it go"
+        )
     shareable = give_up_open_blocks(queue, range(len(queue.running)))
     queue = shareable.queue
     blocks = tuple([frozen(np.unique(_held(queue.running, group))) for group in range(len(queue.pools))])
@@ -73,7 +79,13 @@ def go_back(queue: Queue, then: Queue) -> Queue:
 
     `then` is the queue of a moment that still holds its blocks. Where the parameters have changed since and KV was not
     to be kept, its requests wait to be computed anew.
+
+    Raises: InvalidRequestError for what is no queue with these groups of blocks.
     """
+    if not isinstance(then, Queue) or then.config != queue.config:
+        raise InvalidRequestError(
+            f"go_back to {type(then).__name__}: give a queue that came of this one: a Queue with the same config"
+        )
     groups = range(len(queue.pools))
     pools = [
         retain(pool, _held(then.running, group)) for pool, group in zip(queue.pools, groups, strict=True)
@@ -97,11 +109,15 @@ def fork(
     `has_row` says whether the batch has a row to give: without, the fork runs once all its tokens are known.
 
     Raises:
-        InvalidRequestError: the parent neither runs nor waits.
+        InvalidRequestError: the parent neither runs nor waits; an id, arrival or stream of the wrong kind.
         DuplicateRequestError: the new id is in use.
         OutOfRowsError: the parent runs, and no row is left.
         OutOfBlocksError: the parent runs, and no block is left for what is not shared.
     """
+    check_ids("fork", [req_id, new_req_id])
+    if not isinstance(arrival, WHOLE):
+        raise InvalidRequestError(f"fork as {new_req_id!r}: arrival={arrival!r}: it is a whole number")
+    check_stream(new_req_id, 0 if stream is None else stream)
     ticket = queue.live.get(req_id)
     if ticket is None:
         raise InvalidRequestError(f"fork of {req_id!r}: no such request waits or runs; it may have ended")

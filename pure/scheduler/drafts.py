@@ -12,6 +12,7 @@ from purestep.pure.record import replace
 from purestep.pure.records.outputs import DraftTokenIds
 from purestep.pure.records.queue import Queue
 from purestep.pure.records.scheduler_output import NOTHING
+from purestep.pure.scheduler.kinds import check_drafts
 from purestep.pure.scheduler.rows import rows_of
 
 Tokens = Int32[np.ndarray, " rows"]
@@ -24,9 +25,11 @@ def take_drafts(queue: Queue, drafts: DraftTokenIds) -> Queue:
     run are dropped: they may just have ended.
 
     Raises:
-        InvalidParameterError: more drafts for a request than `num_spec_tokens`, or drafts where the device has them.
+        InvalidParameterError: more drafts for a request than `num_spec_tokens`, drafts where the device has them, or
+            what is no drafts.
     Source: vllm/v1/core/sched/scheduler.py update_draft_token_ids.
     """
+    check_drafts(drafts)
     config = queue.config
     most = 0 if config.drafts_on_device else config.num_spec_tokens
     longest = max(map(len, drafts.draft_token_ids), default=0)

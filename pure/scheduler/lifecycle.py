@@ -27,12 +27,12 @@ from purestep.pure.records.queue import (
     TokenLog,
     Waiting,
 )
-from purestep.pure.records.sampling_params import SamplingParams, validate
+from purestep.pure.records.sampling_params import validate
+from purestep.pure.scheduler.kinds import WHOLE, check_finish, check_ids, check_request, check_version
 from purestep.pure.scheduler.memory import in_line, leave, put_back, tidied
 from purestep.pure.scheduler.rows import no_rows
 
 NUM_SHARDS = 256
-WHOLE = (int, np.integer)
 ANY_VOCAB_SIZE = 2**31 - 1  # every int32 that is no placeholder
 
 
@@ -68,7 +68,7 @@ def add(queue: Queue, request: Request, *, vocab_size: int = ANY_VOCAB_SIZE) -> 
         InvalidRequestError: an empty prompt, a token id outside the vocabulary, a fork of a request with another
             prompt, or a field of the wrong kind.
     """
-    _check_kinds(request)
+    check_request(request)
     if request.req_id in queue.live:
         raise DuplicateRequestError(
             f"request id {request.req_id!r} is in use: wait, abort it, or use another id"
@@ -117,8 +117,9 @@ def finish(
 
     It has so many outputs then: what was computed behind them is no part of it, and not offered to the prefix cache.
 
-    Raises: InvalidRequestError for an id that is not in use.
+    Raises: InvalidRequestError for an id that is not in use, and what is no id or no reason.
     """
+    check_finish(req_id, reason, stop_reason)
     ticket = queue.live.get(req_id)
     if ticket is None:
         raise InvalidRequestError(
@@ -131,8 +132,11 @@ def finish(
 
 
 def abort(queue: Queue, req_ids: Iterable[str]) -> Queue:
-    """The queue without these requests. Ids that are not in use are ignored: they may just have ended."""
-    found = [queue.live.get(req_id) for req_id in dict.fromkeys(req_ids)]
+    """The queue without these requests. Ids that are not in use are ignored: they may just have ended.
+
+    Raises: InvalidRequestError for what is no collection of ids, a single one for example.
+    """
+    found = [queue.live.get(req_id) for req_id in dict.fromkeys(check_ids("abort", req_ids))]
     queue, _ = _remove(queue, [ticket for ticket in found if ticket is not None], "abort", None)
     return queue
 
@@ -143,7 +147,10 @@ def set_version(queue: Queue, version: int, *, keep_kv: bool = False) -> Queue:
     All running requests are preempted, to be computed anew, and the prefix cache hits only what the same version made.
     With `keep_kv` they run on and cached blocks stay good, because the caller says so; what these requests go on to
     compute mixes versions and is not offered to the cache.
+
+    Raises: InvalidParameterError for a version that is no whole number.
     """
+    check_version(version)
     kv = queue.kv_version
     if version == kv.version and (keep_kv or kv.root == (version, kv.num_mixtures)):
         return queue
@@ -269,19 +276,6 @@ def _check_config(config: SchedulerConfig) -> None:
             f"async_scheduling with num_spec_tokens={config.num_spec_tokens} drafts that the scheduler is told of: "
             "they would follow tokens that are still on their way; have them made on the device, or schedule in turn"
         )
-
-
-def _check_kinds(request: Request) -> None:
-    """Every field is what `Request` says: ids are looked up, and the line is in the order of whole numbers."""
-    is_id = isinstance(request.req_id, str) and isinstance(request.fork_of, str | None)
-    if not is_id or not isinstance(request.sampling_params, SamplingParams):
-        raise InvalidRequestError(
-            f"request {request.req_id!r}, a fork of {request.fork_of!r}, with {request.sampling_params!r}: ids are "
-            "text, and parameters SamplingParams"
-        )
-    for name in ("priority", "arrival", "stream"):
-        if not isinstance(value := getattr(request, name), WHOLE):
-            raise InvalidRequestError(f"request {request.req_id!r}: {name}={value!r}: it is a whole number")
 
 
 def _check_prompt(config: SchedulerConfig, request: Request, vocab_size: int) -> None:

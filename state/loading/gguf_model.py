@@ -56,8 +56,9 @@ def load_gguf(
             tensor = _uninterleaved(tensor, shape.num_heads if part[1] == "q" else shape.num_kv_heads)
         return tensor.to(device=device, dtype=dtype)
 
+    title = fields.get("general.name", TEXT, path.stem)  # often of the training run, not of the model
     return LoadedModel(
-        name=fields.get("general.name", TEXT, path.stem),
+        name=path.stem if title == path.stem else f"{path.stem} (in its metadata: {title})",
         model=llama(config, name=path.stem),
         params=Params(tree=fuse(config, read)),
         tokenizer=tokenizer or gguf_tokenizer(fields),

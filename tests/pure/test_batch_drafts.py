@@ -133,11 +133,40 @@ REFUSED: dict[str, tuple[dict[str, int], dict[str, Any], str]] = {
         "give one of them",
     ),
     "fewer than none": ({"a": 2}, {"num_device_drafts": column(-1)}, "-1 of 2 scheduled tokens"),
+    "words": (
+        {"a": 2},
+        {"scheduled_spec_decode_tokens": {"a": ("x",)}},
+        r"'a' has drafts \('x',\): ids are text",
+    ),
+    "no whole numbers": (
+        {"a": 2},
+        {"scheduled_spec_decode_tokens": {"a": (7.0,)}},
+        r"drafts \(7.0,\): ids are",
+    ),
+    "one for a tuple": (
+        {"a": 2},
+        {"scheduled_spec_decode_tokens": {"a": 7}},
+        "'a' has drafts 7: ids are text",
+    ),
+    "none": ({"a": 2}, {"scheduled_spec_decode_tokens": {"a": None}}, "'a' has drafts None: ids are text"),
+    "of no id": ({"a": 2}, {"scheduled_spec_decode_tokens": {3: (7,)}}, "request 3 has drafts"),
+    "no mapping": (
+        {"a": 2},
+        {"scheduled_spec_decode_tokens": [("a", (7,))]},
+        "give a mapping of request ids",
+    ),
+    "a list of counts": ({"a": 2}, {"num_device_drafts": [1]}, r"num_device_drafts=\[1\] for 1 scheduled"),
+    "counts too many": (
+        {"a": 2},
+        {"num_device_drafts": column(1, 1)},
+        "for 1 scheduled requests: give an array",
+    ),
+    "halves of drafts": ({"a": 2}, {"num_device_drafts": np.array([0.5])}, "give an array of whole numbers"),
 }
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_drafts_that_can_not_be_are_refused_and_nothing_changes(kind: str) -> None:
+def test_drafts_that_can_not_be_are_refused_and_nothing_changes(kind: str, unchecked_records: None) -> None:
     counts, drafts, message = REFUSED[kind]
     base = two()
     before = digest(base)

@@ -14,6 +14,7 @@ from purestep.pure.records.batch import BatchLimits, InputBatch
 from purestep.pure.records.scheduler_output import NewRequestData, SchedulerOutput
 from purestep.pure.update import update_states
 from tests.laws import digest
+from tests.profiles import examples
 from tests.pure.test_update import LIMITS
 from tests.schedules import DRAFTED, Schedule, drive, seeds
 from tests.schedules import LIMITS as ALL_LIMITS
@@ -140,6 +141,7 @@ def test_a_step_is_taken_exactly_if_each_block_that_it_may_write_has_one_holder(
         careless.settle()
 
 
+@examples(0.5)
 @given(seeds, st.integers(0, 2))
 def test_holders_are_counted_as_the_lists_say(rng: Random, lag: int) -> None:
     """Whatever happened before, with rows given up, taken again, rolled back and parked."""

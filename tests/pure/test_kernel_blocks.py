@@ -124,7 +124,7 @@ def tokens(
     return results
 
 
-@examples(0.2)
+@examples(0.1)
 @given(
     st.integers(2, 9),
     st.lists(st.integers(1, len(TEXT)), min_size=1, max_size=3),

@@ -186,7 +186,7 @@ prompts = st.lists(st.lists(st.integers(0, 10), min_size=1, max_size=7), min_siz
 paddings = st.tuples(st.integers(0, 9), st.none() | st.integers(0, 3))
 
 
-@examples(0.2)  # an example runs up to ten steps
+@examples(0.1)  # an example runs up to ten steps
 @given(prompts, st.data())
 def test_padding_changes_nothing_for_real_rows(prompts: list[list[int]], data: st.DataObject) -> None:
     """Tokens, log-probabilities, ledger, tapes and held blocks are bit for bit those of the run without padding.

@@ -38,6 +38,7 @@ def reached(rng: Random, num_steps: int, max_unsettled: int) -> list[InputBatch]
     return batches
 
 
+@examples(0.3)
 @given(seeds, st.integers(0, 2))
 def test_it_is_legal_between_any_two_batches(rng: Random, lag: int) -> None:
     """Forwards, backwards, with gaps: a state that reflects a, given the plan from a to b, reflects b.
@@ -59,6 +60,7 @@ def test_it_is_legal_between_any_two_batches(rng: Random, lag: int) -> None:
     assert all(x is y for x, y in zip(after.kv, before.kv, strict=True))
 
 
+@examples(0.2)
 @given(seeds, st.integers(0, 2))
 def test_plans_compose(rng: Random, lag: int) -> None:
     """The plan from a to c does what those from a to b and from b to c do, for any three batches."""
@@ -69,6 +71,7 @@ def test_plans_compose(rng: Random, lag: int) -> None:
         assert_shared_leaves(state, c)
 
 
+@examples(0.2)
 @given(seeds)
 def test_plans_between_steps_in_flight_compose_to_the_last_ledger_entry(rng: Random) -> None:
     """Where nothing was settled in between, ledger rows and tokens agree as well."""
@@ -93,6 +96,7 @@ def test_it_is_pure(rng: Random, lag: int) -> None:
     assert_pure(plan_step, rng.choice(batches), rng.choice(batches))
 
 
+@examples(0.3)
 @given(seeds, st.integers(0, 2))
 def test_a_batch_and_itself_differ_by_nothing(rng: Random, lag: int) -> None:
     """Its own block copies are not done a second time either."""

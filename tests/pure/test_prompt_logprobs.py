@@ -18,6 +18,7 @@ from purestep.pure.records.batch import BatchLimits, InputBatch
 from purestep.pure.records.outputs import LogprobsTensors
 from purestep.pure.update import update_states
 from tests.laws import assert_pure
+from tests.profiles import examples
 from tests.tiny import GREEDY, cached_requests, new_request, scheduled, settled
 
 LIMITS = BatchLimits(3, 32, 20, (4,), (32,))
@@ -32,6 +33,7 @@ def scores(first_row: int, values: list[float]) -> PromptScores:
     )
 
 
+@examples(0.3)
 @given(st.data())
 def test_chunks_score_every_prompt_token_but_the_first_once(data: st.DataObject) -> None:
     """In whatever chunks the prompt is run; the last chunk is the one with which it is all computed."""

@@ -87,7 +87,7 @@ def room_of(length: int, more: int) -> int:
 sizes = st.tuples(st.integers(1, 9), st.integers(1, 9))  # of a prompt, and of the room behind it
 
 
-@examples(0.6)
+@examples(0.2)
 @given(st.lists(sizes, min_size=1, max_size=3), st.integers(1, 12))
 def test_unrolled_rows_idle_where_their_blocks_end(requests: list[tuple[int, int]], num_steps: int) -> None:
     """Each for itself: what a row can still say is what planned steps say."""
@@ -97,7 +97,7 @@ def test_unrolled_rows_idle_where_their_blocks_end(requests: list[tuple[int, int
     assert_told_or_idle(outputs, lengths, [room_of(*request) for request in requests])
 
 
-@examples(0.6)
+@examples(0.2)
 @given(sizes, st.integers(1, 12))
 def test_a_row_that_idled_goes_on_when_it_gets_blocks(request_: tuple[int, int], num_steps: int) -> None:
     """The host learns what was done and plans on, as if there had been no more steps than that."""
@@ -119,7 +119,7 @@ def test_a_row_that_idled_goes_on_when_it_gets_blocks(request_: tuple[int, int],
     assert output.sampled_token_ids.tolist() == [told[-1:]]
 
 
-@examples(0.4)
+@examples(0.15)
 @given(st.lists(st.integers(57, 64), min_size=1, max_size=3))
 def test_a_step_that_is_repeated_keeps_to_the_layouts_bound(lengths: list[int]) -> None:
     """Past it a kernel sees only part of a row's blocks: the row idles, and a plan with a higher bound wakes it."""
@@ -138,6 +138,7 @@ def test_a_step_that_is_repeated_keeps_to_the_layouts_bound(lengths: list[int]) 
     assert output.sampled_token_ids[0].tolist() == [history(prompts(*lengths)[0], last + 2)[-1]]
 
 
+@examples(0.3)
 @given(st.lists(st.integers(2, 9), min_size=1, max_size=3), st.integers(1, 3))
 def test_a_prefill_that_is_repeated_computes_no_token_that_nobody_knows(
     lengths: list[int], num_steps: int

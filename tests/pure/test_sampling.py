@@ -50,7 +50,7 @@ def row_of(tokens: SampledTokens, index: int, width: int | None) -> tuple[object
     return *own, *report, found.selected_token_ranks[index]
 
 
-@examples(0.5)
+@examples(0.2)
 @given(batches(), st.randoms(use_true_random=False))
 def test_every_row_is_sampled_as_if_it_were_alone(batch: tuple[list[Asker], Tensor], rng: object) -> None:
     """Neighbours, their parameters and the order change no bit of a request's token and report."""
@@ -64,7 +64,7 @@ def test_every_row_is_sampled_as_if_it_were_alone(batch: tuple[list[Asker], Tens
         assert equal(row_of(together, index, width), row_of(alone, 0, width))
 
 
-@examples(0.5)
+@examples(0.3)
 @given(batches())
 def test_a_token_is_one_that_may_be(batch: tuple[list[Asker], Tensor]) -> None:
     """Allowed, no bad word, no end before min_tokens; it stops its row if it is an end and comes late enough."""
@@ -87,6 +87,7 @@ def ends_with(outputs: object, beginning: tuple[int, ...]) -> bool:
     return not beginning or tuple(outputs)[-len(beginning) :] == beginning  # type: ignore[arg-type]
 
 
+@examples(0.3)
 @given(logits(2, VOCAB))
 def test_neutral_parameters_leave_the_models_logits(table: Tensor) -> None:
     """Bit for bit, also beside a request that changes its own in every way."""

@@ -23,6 +23,7 @@ from tests.tiny import column, decode, host_output, new_request, scheduled
 LIMITS = BatchLimits(max_num_reqs=2, max_model_len=16, vocab_size=8, block_sizes=(4,), num_blocks=(20,))
 
 
+@examples(0.5)
 @given(seeds, st.integers(0, 3), st.sampled_from([LIMITS_OF_ALL, DRAFTED]))
 def test_laws_of_any_legal_schedule(rng: Random, lag: int, limits: BatchLimits) -> None:
     """The laws below, with 0 to 3 steps begun before the outputs of those before them are known, and drafts or none."""

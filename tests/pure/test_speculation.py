@@ -127,6 +127,7 @@ def check_plain(model: Model, params: Params, requests: Requests, rng: Random) -
     return won
 
 
+@examples(0.4)
 @given(seeds)
 def test_greedy_speculation_is_greedy(rng: Random) -> None:
     """Right, wrong, too many, too few: tokens, ledger and cache after every step are what plain steps make."""
@@ -150,6 +151,7 @@ def drawn_requests(rng: Random) -> Requests:
     ]
 
 
+@examples(0.4)
 @given(seeds)
 def test_certain_drafts_change_nothing_of_what_is_drawn(rng: Random) -> None:
     """Drafts without stated probabilities stand if they are what a plain step draws: token by token the same text."""
@@ -191,7 +193,7 @@ RANDOM = SamplingParams(
 )  # fmt: skip
 
 
-@examples(0.4)
+@examples(0.2)
 @given(seeds)
 def test_no_drafts_are_plain_to_the_bit(rng: Random) -> None:
     """Tokens, log-probabilities, ledger and tapes of rows that draw, whatever room is left for drafts."""
@@ -210,6 +212,7 @@ def test_no_drafts_are_plain_to_the_bit(rng: Random) -> None:
             assert all(equal(a[:: NUM_DRAFTS + 1], b) for a, b in zip(leaves, others, strict=True))
 
 
+@examples(0.4)
 @given(seeds)
 def test_kept_tokens_have_the_log_probabilities_of_plain_steps(rng: Random) -> None:
     """Raw and processed, of every accepted draft and of the token behind: those of the same history, step by step."""

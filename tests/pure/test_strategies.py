@@ -39,6 +39,7 @@ def test_sampling_parameters_are_valid(params: Any) -> None:
     validate(params, 3, 9, eos_token_ids=(0, 1))
 
 
+@examples(0.5)
 @given(st.data())
 def test_requests_fit_their_limits(data: st.DataObject) -> None:
     limits = data.draw(batch_limits())
@@ -53,6 +54,7 @@ def test_requests_fit_their_limits(data: st.DataObject) -> None:
     assert set(request.prompt_token_ids) <= set(range(limits.vocab_size))
 
 
+@examples(0.3)
 @given(st.data())
 def test_schedules_are_taken_in_by_every_batch_on_the_way(data: st.DataObject) -> None:
     limits = data.draw(batch_limits())
@@ -64,7 +66,7 @@ def test_schedules_are_taken_in_by_every_batch_on_the_way(data: st.DataObject) -
             batch = settle(batch, batch, step.result)
 
 
-@examples(0.2)
+@examples(0.1)
 @given(schedules(LIMITS))
 def test_schedules_run_on_a_device_whose_tokens_are_its_own(schedule: tuple[ScheduledStep, ...]) -> None:
     loop = Loop(*toy_model((0, 1)), LIMITS, kernels=reference)
@@ -77,7 +79,7 @@ def test_schedules_run_on_a_device_whose_tokens_are_its_own(schedule: tuple[Sche
         assert ((result.sampled_token_ids >= 0).numpy() == (step.result.sampled_token_ids >= 0)).all()
 
 
-@examples(0.2)
+@examples(0.1)
 @given(batches(LIMITS))
 def test_batches_are_about_to_run(batch: InputBatch) -> None:
     laws.assert_rows_are_a_partition(batch)

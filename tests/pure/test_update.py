@@ -27,6 +27,7 @@ LIMITS = BatchLimits(max_num_reqs=3, max_model_len=16, vocab_size=8, block_sizes
 lags = st.integers(0, 2)
 
 
+@examples(0.5)
 @given(seeds, lags)
 def test_laws_of_any_legal_schedule(rng: Random, lag: int) -> None:
     """After every step the batch is what plain lists say, and the laws below hold."""
@@ -279,6 +280,10 @@ REFUSED = {
     "resumed without blocks": Refused(_steady(resumed_req_ids=frozenset({"a"})), "'a'.*complete list"),
     "embeddings of a prompt": Refused(
         _with_new(prompt_embeds=np.zeros((3, 2))), "'c' brings prompt_embeds: not supp"
+    ),
+    "a block to copy that is zeroed first": Refused(
+        _steady(block_copies=(((2, 9),),), new_block_ids_to_zero=((2, 9),)),
+        "block 2 of KV group 0 is to be copied, and to be zeroed",
     ),
     "a prompt that is embeddings in part": Refused(
         _with_new(prompt_is_token_ids=(True, False, True)), "'c' brings prompt_is_token_ids: not supported"

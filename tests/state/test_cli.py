@@ -45,6 +45,42 @@ def test_info_says_what_a_model_is(model: str, capsys: pytest.CaptureFixture[str
     assert "tokenizer" in out and "no" in out
 
 
+def test_info_names_the_file_and_what_is_written_in_it(capsys: pytest.CaptureFixture[str]) -> None:
+    needs_smollm2()
+
+    assert main(["info"]) == 0
+
+    name = capsys.readouterr().out.splitlines()[0]
+    assert name.split(maxsplit=1)[1].startswith("SmolLM2-135M-Instruct.Q4_1 (in its metadata: Smollm2 135M ")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("ab",), "purestep: the text ends at a limit, not where the model would: --max-tokens is 4"),
+        (("-n", "2", "ab"), "purestep: 2 of 2 texts end at a limit"),
+        (("--jsonl", "ab"), ""),
+    ],
+)
+def test_a_text_that_ends_at_a_limit_is_told_of(
+    options: tuple[str, ...], said: str, speaker: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """JSON lines have it as their finish_reason."""
+    assert generate(speaker, *options) == 0
+
+    out, err = capsys.readouterr()
+    assert err.startswith(said) and bool(err) == bool(said)
+    assert '"finish_reason": "length"' in out or said
+
+
+def test_a_text_that_the_model_ends_is_not_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+    needs_smollm2()
+
+    assert main(["generate", "--quiet", "What is the capital of France?"]) == 0
+
+    assert capsys.readouterr().err == ""
+
+
 def test_a_named_error_is_one_line_and_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", "--model", str(tmp_path)]) == 1
 

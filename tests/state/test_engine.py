@@ -49,7 +49,7 @@ def tokens(prompts: Any, params: Any = GREEDY, **changes: Any) -> list[tuple[int
         return [result.token_ids for result in own.generate(prompts, params, progress=False)]
 
 
-@examples(0.1)
+@examples(0.06)
 @given(
     st.lists(st.lists(st.integers(0, 63), min_size=1, max_size=20), min_size=1, max_size=5),
     st.integers(3, 32),

@@ -62,7 +62,7 @@ PARAMETERS = st.builds(
 )
 
 
-@examples(0.1)
+@examples(0.06)
 @given(
     st.lists(st.lists(st.integers(0, 63), min_size=1, max_size=20), min_size=1, max_size=5),
     PARAMETERS,

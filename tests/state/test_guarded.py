@@ -39,7 +39,7 @@ def failing(after: int, *, function: Any = fails_late, **changes: Any) -> Sampli
     return replace(GREEDY, logits_processors=[processor], **changes)
 
 
-@examples(0.3)
+@examples(0.15)
 @given(
     st.lists(
         st.tuples(

@@ -20,7 +20,7 @@ def ignored(*, finished: int, tokens: int) -> None:
     """Nobody watches."""
 
 
-@examples(0.2)
+@examples(0.1)
 @given(
     prompts=st.lists(st.lists(st.integers(0, 63), max_size=9), min_size=1, max_size=5),
     seed=st.none() | st.integers(0, 9),

@@ -238,7 +238,7 @@ def continued(params: Params, prompt: list[int], num_tokens: int) -> tuple[int, 
     return tuple(tokens[len(prompt) :])
 
 
-@examples(0.2)
+@examples(0.1)
 @given(
     st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=11), min_size=1, max_size=4),
     st.integers(3, 20),

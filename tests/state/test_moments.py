@@ -81,7 +81,7 @@ class Device:
         return remember(self.leased, self.batch)
 
 
-@examples(0.5)
+@examples(0.25)
 @given(st.randoms(use_true_random=False), st.integers(0, 2), st.integers(1, 9))
 def test_the_same_plans_give_the_same_tokens_and_ledger(rng: Random, lag: int, num_steps: int) -> None:
     """Whatever ran in between, with steps in flight at the moment and at the rewind; twice."""

@@ -46,7 +46,7 @@ def tokens(prompts: Any, params: Any, **changes: Any) -> list[Any]:
     return [[output.token_ids for output in result.outputs] for result in results]
 
 
-@examples(0.2)
+@examples(0.1)
 @given(
     prompts=st.lists(st.lists(st.integers(0, 63), min_size=1, max_size=20), min_size=1, max_size=5),
     params=st.builds(

@@ -80,7 +80,7 @@ def results(
 PROMPTS = st.sampled_from([PROMPT[:n] for n in (1, 2, 4, 5, 8, 12)] + [(9, 9, 9), (*PROMPT[:8], 7, 7, 7)])
 
 
-@examples(0.5)
+@examples(0.25)
 @given(
     st.lists(st.tuples(PROMPTS, st.sampled_from([None, 0, 1, 3, -1])), min_size=1, max_size=4),
     st.sampled_from([1, 2, 3, 5, 64]),

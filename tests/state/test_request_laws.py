@@ -90,7 +90,7 @@ def columns(told: Any) -> list[np.ndarray]:
     return [getattr(told, field.name) for field in attrs.fields(type(told))]
 
 
-@examples(0.4)
+@examples(0.2)
 @given(
     st.lists(st.tuples(PROMPT, st.sampled_from(list(KINDS)), st.integers(0, 6)), min_size=1, max_size=5),
     st.dictionaries(st.integers(0, 4), st.integers(1, 12), max_size=2),
@@ -136,7 +136,7 @@ def test_asynchronous_is_synchronous(
             assert_same(found, expected)
 
 
-@examples(0.3)
+@examples(0.15)
 @given(PROMPT, PROMPT, st.sampled_from(["plain", "penalties", "grammar", "stop strings"]), st.integers(0, 8),
        st.integers(0, 2), st.booleans())  # fmt: skip
 def test_a_request_that_comes_again_is_a_fresh_one(
@@ -165,7 +165,7 @@ def test_a_request_that_comes_again_is_a_fresh_one(
         assert_same(results["s"], alone(first, "grammar"))
 
 
-@examples(0.3)
+@examples(0.15)
 @given(
     PROMPT,
     st.integers(2, 4),
@@ -205,7 +205,7 @@ def test_samples_of_one_prompt_with_one_seed_differ_and_come_again(
             assert ours[token].logprob == pytest.approx(theirs[token].logprob, abs=1e-5)
 
 
-@examples(0.3)
+@examples(0.15)
 @given(
     st.lists(st.integers(0, runners.VOCAB - 1), min_size=1, max_size=6),
     st.lists(st.lists(st.integers(0, runners.VOCAB - 1), max_size=3), min_size=1, max_size=2),
@@ -244,7 +244,7 @@ def test_a_streaming_update_is_a_longer_prompt(
     assert tuple(scheduler.clients["b"].outputs) == runners.alone((4, 4), runners.GREEDY, "b")
 
 
-@examples(0.3)
+@examples(0.15)
 @given(
     st.lists(st.integers(0, runners.VOCAB - 1), min_size=1, max_size=9),
     st.lists(st.integers(0, runners.VOCAB - 1), min_size=1, max_size=9),

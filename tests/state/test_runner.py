@@ -102,7 +102,7 @@ def served(
     return [tuple(client.outputs) for client in scheduler.clients.values()], results
 
 
-@examples(0.3)
+@examples(0.15)
 @given(REQUESTS, st.integers(4, 40), st.none() | st.integers(0, 9), st.sampled_from([None, 0, 1]))
 def test_every_request_gets_what_it_gets_alone(
     unchecked_records: None,
@@ -118,7 +118,7 @@ def test_every_request_gets_what_it_gets_alone(
     assert tokens == [alone(tuple(p), params, f"r{i}") for i, (p, params) in enumerate(requests)]
 
 
-@examples(0.1)
+@examples(0.06)
 @given(REQUESTS, st.integers(4, 40))
 def test_what_is_waited_for_says_what_is_said_at_once(
     unchecked_records: None, requests: list[tuple[list[int], SamplingParams]], budget: int

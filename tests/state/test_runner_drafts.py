@@ -103,7 +103,7 @@ def device_guesser(right: int) -> Drafter:
     return Drafter(NUM_DRAFTS, propose)
 
 
-@examples(0.2)
+@examples(0.1)
 @given(REQUESTS, st.integers(4, 40), st.none() | st.integers(0, 9), st.integers(0, 99))
 def test_drafts_that_the_scheduler_sends_give_what_a_request_gets_alone(
     unchecked_records: None,
@@ -132,7 +132,7 @@ def test_captured_halves_verify_however_many_drafts_each_request_has(on_device: 
     assert api.num_replays == 2 * (own.input_batch.clock.num_begun - 1)
 
 
-@examples(0.2)
+@examples(0.1)
 @given(
     REQUESTS,
     st.integers(4, 40),
@@ -234,7 +234,7 @@ class Stages(Pipeline):
         assert torch.equal(*tables)
 
 
-@examples(0.1)
+@examples(0.06)
 @given(REQUESTS, st.integers(4, 40), st.none() | st.integers(0, 9), st.integers(0, 99))
 def test_stages_give_what_a_request_gets_alone_and_agree_on_what_was_accepted(
     unchecked_records: None,

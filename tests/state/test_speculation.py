@@ -84,7 +84,7 @@ def device_guesser(num_drafts: int) -> Drafter:
     return Drafter(num_drafts, propose)
 
 
-@examples(0.1)
+@examples(0.06)
 @given(
     seed=st.integers(0, 1000),
     num_drafts=st.integers(1, 4),
@@ -104,7 +104,7 @@ def test_any_guesses_of_the_host_give_the_plain_tokens(
     assert generated(drafter=guesser(seed, num_drafts), **sizes) == generated(**sizes)
 
 
-@examples(0.1)
+@examples(0.06)
 @given(
     num_drafts=st.integers(1, 4),
     steps_ahead=st.integers(0, 3),

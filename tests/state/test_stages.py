@@ -78,7 +78,7 @@ def told_of(own: Any, requests: Any, **how: Any) -> tuple[list[list[int]], list[
     return [client.outputs for client in scheduler.clients.values()], results
 
 
-@examples(0.3)
+@examples(0.15)
 @given(
     REQUESTS,
     st.integers(4, 40),

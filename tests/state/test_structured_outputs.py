@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from copy import copy
 from functools import cache
 from typing import Any
 
@@ -45,6 +46,21 @@ def _xgrammar() -> None:
     needs_xgrammar()
 
 
+@cache
+def one_compiler() -> Grammars:
+    """Compiling is dear, and knows nothing of samples."""
+    grammars = Grammars(LOADED, vocab_size=VOCAB)
+    grammars.compile(StructuredOutputsParams(choice=["ab"]))
+    return grammars
+
+
+def fresh_grammars() -> Grammars:
+    """Without a matcher; its compiler is everybody's."""
+    own = copy(one_compiler())
+    own._matchers = {}
+    return own
+
+
 ASKED = st.tuples(
     st.lists(st.integers(2, VOCAB - 1), min_size=1, max_size=9).map(tuple),
     st.sampled_from([*FORMS, None]),
@@ -52,7 +68,7 @@ ASKED = st.tuples(
 )
 
 
-@examples(0.3)
+@examples(0.15)
 @given(
     st.lists(ASKED, min_size=1, max_size=4),
     st.sampled_from([3, 8, 64]),
@@ -107,16 +123,14 @@ def test_a_mask_is_a_fold_over_the_outputs(
     So behind drafts, of which some may stand, until the grammar refuses one or is at its end.
     """
     params = StructuredOutputsParams(**FORMS[form])
-    kept = Grammars(LOADED, vocab_size=VOCAB)
+    kept = fresh_grammars()
     for sample, length, choice, num_right, wild in asked:
         text = legal(params, length + num_right, choice)
         outputs, drafts = text[:length], np.array([*text[length:], *wild], np.int32)
         expected = list[list[int]]()
         for place in range(1 + len(drafts)):
             try:
-                expected += masks_behind(
-                    Grammars(LOADED, vocab_size=VOCAB), 0, params, [*outputs, *drafts[:place]]
-                )
+                expected += masks_behind(fresh_grammars(), 0, params, [*outputs, *drafts[:place]])
             except GrammarError:
                 break
         assert masks_behind(kept, sample, params, outputs, drafts) == expected
@@ -127,7 +141,7 @@ def test_a_mask_is_a_fold_over_the_outputs(
 @cache
 def legal(params: StructuredOutputsParams, length: int, choice: int) -> np.ndarray:
     """Some outputs that a grammar allows, and its end if it comes so soon."""
-    grammars = Grammars(LOADED, vocab_size=VOCAB)
+    grammars = fresh_grammars()
     outputs = list[int]()
     for _ in range(length):
         masks = masks_behind(grammars, 0, params, outputs)
@@ -219,6 +233,64 @@ def test_a_grammar_that_can_not_be_compiled_is_refused_and_the_others_are_served
 
 
 @pytest.mark.parametrize(
+    ("form", "min_tokens", "reason"),
+    [
+        ({"choice": ["no", "aa"]}, 3, "fewer tokens, .* lower min_tokens"),
+        ({"choice": ["null:null," * 4]}, 48, "fewer tokens, .* lower min_tokens"),
+        ({"regex": "(ab)?c"}, 4, "fewer tokens, .* lower min_tokens"),
+        ({"json": {"enum": [1, 12, None]}}, 5, "fewer tokens, .* lower min_tokens"),
+        ({"grammar": 'root ::= "{" "}"'}, 3, "fewer tokens, .* lower min_tokens"),
+        ({"regex": r"[^\s\S]"}, 0, "allows no text"),
+        ({"regex": "z+"}, 0, "allows no text"),  # the tokenizer has no z
+        ({"json": {"not": {}}}, 0, "keyword 'not', which xgrammar does not heed"),
+        ({"json": {"properties": {"a": {"items": [{"uniqueItems": True}]}}}}, 0, "keyword 'uniqueItems'"),
+        ({"json": {"allOf": [{"type": "integer"}, {"minimum": 5}]}}, 0, "keyword 'allOf of several'"),
+    ],
+)
+def test_a_form_that_no_text_can_have_is_refused_and_nothing_has_changed(
+    form: dict[str, Any], min_tokens: int, reason: str
+) -> None:
+    bad = replace(GREEDY, structured_outputs=form, min_tokens=min_tokens, max_tokens=None)
+    with engine() as own:
+        before = own._turns.now
+        with pytest.raises(GrammarError, match=reason):
+            own.add_request("bad", PROMPT, bad)
+        assert own._turns.now is before
+
+
+@pytest.mark.parametrize(
+    ("form", "min_tokens"),
+    [
+        ({"choice": ["no", "null"]}, 4),
+        ({"regex": "(ab)?c"}, 3),
+        ({"regex": "a+"}, 40),
+        ({"json": {"const": {"not": 1}, "default": {"if": 2}}}, 0),
+        ({"json": {"type": "object", "properties": {"not": {"type": "null"}}, "required": ["not"]}}, 0),
+    ],
+)
+def test_a_form_that_some_text_has_is_not_refused(form: dict[str, Any], min_tokens: int) -> None:
+    with engine() as own:
+        own.add_request(
+            "r", PROMPT, replace(GREEDY, structured_outputs=form, min_tokens=min_tokens, max_tokens=None)
+        )
+
+
+@given(
+    st.lists(st.text("abcno", min_size=1, max_size=4), min_size=1, max_size=3, unique=True), st.integers(1, 5)
+)
+def test_a_choice_is_refused_exactly_where_its_longest_spelling_is_too_short(
+    texts: list[str], min_tokens: int
+) -> None:
+    """Every letter is a token, so the longest spelling has as many tokens as letters."""
+    grammars, params = one_compiler(), StructuredOutputsParams(choice=texts)
+    if max(map(len, texts)) >= min_tokens:
+        grammars.check(params, min_tokens=min_tokens)
+    else:
+        with pytest.raises(GrammarError, match="fewer tokens"):
+            grammars.check(params, min_tokens=min_tokens)
+
+
+@pytest.mark.parametrize(
     ("wrong", "reason"),
     [
         ({}, "none of json, regex, choice, grammar are given"),
@@ -260,12 +332,12 @@ def test_a_model_that_can_not_end_or_spell_a_text_is_refused(lacks: dict[str, An
 
 @pytest.mark.parametrize("steps_ahead", [0, 1])
 def test_where_no_token_is_left_that_request_fails_and_the_others_go_on(steps_ahead: int) -> None:
-    """The grammar is at its end, and min_tokens forbids the end."""
-    starved = replace(shaped("choice"), structured_outputs={"choice": ["no"]}, min_tokens=4)
+    """The grammar is at its end, and min_tokens forbids the end, which is not seen before: it has too many texts."""
+    starved = replace(GREEDY, structured_outputs={"regex": "[0-9a-u]{1,3}"}, min_tokens=4)
     with engine(steps_ahead=steps_ahead) as own:
         results = own.generate([PROMPT] * 3, [starved, shaped("regex"), PLAIN], progress=False)
     (output,) = results[0].outputs
-    assert (output.text, output.finish_reason) == ("no", "error")
+    assert re.fullmatch("[0-9a-u]{1,3}", output.text) and output.finish_reason == "error"
     assert isinstance(output.error, NoTokenError) and "structured_outputs" in str(output.error)
     assert results[1].token_ids == alone(PROMPT, shaped("regex")).token_ids
     assert results[2].token_ids == alone(PROMPT, PLAIN).token_ids

@@ -26,7 +26,7 @@ from purestep.pure.update import update_states
 from purestep.state.buffers import PersistentBuffers
 from purestep.state.graphs import GraphKey
 from purestep.state.run import BoundStep, run
-from purestep.state.setup import GREEDY_SHAPE
+from purestep.state.sizes import GREEDY_SHAPE
 from purestep.state.two_phase import execute
 from tests.profiles import examples
 from tests.state.fake_graphs import FakeGraphs
@@ -97,7 +97,7 @@ class World:
         return output
 
 
-@examples(0.2)
+@examples(0.1)
 @given(PROMPTS, PARAMETERS, st.integers(2, 5), st.booleans())
 def test_unrolled_steps_are_single_steps(
     prompts: list[list[int]], params: SamplingParams, num_steps: int, captured: bool

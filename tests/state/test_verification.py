@@ -93,7 +93,7 @@ def some(rng: Random) -> Drafts:
     }
 
 
-@examples(0.2)
+@examples(0.1)
 @given(seeds, st.booleans())
 def test_captured_verification_is_the_eager_one(rng: Random, padded: bool) -> None:
     """Replayed for batches of any drafts, and for padded ones."""
@@ -122,7 +122,7 @@ def test_a_graph_of_plain_steps_is_not_found_for_drafts() -> None:
     assert captured.covering(execution, SamplerShape(), num_drafts=NUM_DRAFTS) is None
 
 
-@examples(0.3)
+@examples(0.15)
 @given(seeds)
 def test_rewinding_brings_drafts_and_tokens_back(rng: Random) -> None:
     """The same plans give the same tokens and the same ledger, whatever ran in between."""

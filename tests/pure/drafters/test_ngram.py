@@ -1,6 +1,7 @@
 """N-gram drafts on the device and on the host: the same, and never more than a request may still say."""
 
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from purestep.pure.drafters.ngram import ngram, ngram_drafts, ngram_on_host
 from purestep.pure.errors import DrafterError
 from purestep.pure.propose import host_drafts
 from purestep.pure.record import replace
+from purestep.pure.records.drafter import Drafter, HostDrafter
 from purestep.pure.step import step, unroll
 from tests.kernels.test_ngram import by_search
 from tests.laws import assert_pure, equal
@@ -114,8 +116,19 @@ def test_a_step_with_a_drafter_is_pure() -> None:
     assert_pure(step, MODEL, PARAMS, state, kernels=reference, drafter=DRAFTER)
 
 
-@pytest.mark.parametrize(("num_drafts", "min_n", "max_n"), [(0, 1, 1), (2, 0, 1), (2, 3, 2)])
+@pytest.mark.parametrize(
+    ("num_drafts", "min_n", "max_n"), [(0, 1, 1), (2, 0, 1), (2, 3, 2), ("2", 1, 1), (2, 1, 1.5)]
+)
 def test_numbers_that_ask_for_nothing_are_refused(num_drafts: int, min_n: int, max_n: int) -> None:
     for make in (ngram, ngram_on_host):
-        with pytest.raises(DrafterError, match=f"num_drafts={num_drafts}, min_n={min_n} and max_n={max_n}"):
+        with pytest.raises(DrafterError, match=f"num_drafts={num_drafts!r}, min_n={min_n} and max_n={max_n}"):
             make(num_drafts=num_drafts, min_n=min_n, max_n=max_n)
+
+
+@pytest.mark.parametrize("num_drafts", [None, 0, -1, 1.5, "3", True])
+def test_a_number_of_drafts_of_ones_own_drafter_is_judged_too(
+    num_drafts: Any, unchecked_records: None
+) -> None:
+    for make in (Drafter, HostDrafter):
+        with pytest.raises(DrafterError, match="at least 1"):
+            make(num_drafts, lambda *_: None)

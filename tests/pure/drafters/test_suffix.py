@@ -1,6 +1,7 @@
 """Suffix drafts: the most frequent continuation of the longest context, against the definition in plain Python."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -78,7 +79,27 @@ def test_drafts_leave_room_for_the_token_behind(history: list[int], limit: int) 
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"num_drafts": 0}, {"num_drafts": 1, "max_context": 0}, {"num_drafts": 1, "min_share": 1.5}]
+    "corpus", [5, "abc", [1, 2, 3], [[1, 2.5]], [["a"]], [[[1]], [[2]]], [[1], None], [[1, [2]]]]
+)
+def test_a_corpus_of_something_else_is_refused(corpus: Any) -> None:
+    with pytest.raises(DrafterError, match=r"corpus=.*: give a list of texts, each a list of token ids"):
+        suffix(num_drafts=1, corpus=corpus)
+
+
+def test_empty_texts_teach_nothing() -> None:
+    assert proposed(suffix(num_drafts=1, corpus=[[], [4, 7]]), [4], 99) == [7]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_drafts": 0},
+        {"num_drafts": "3"},
+        {"num_drafts": 1.5},
+        {"num_drafts": 1, "max_context": 0},
+        {"num_drafts": 1, "min_share": 1.5},
+        {"num_drafts": 1, "min_share": None},
+    ],
 )
 def test_numbers_that_ask_for_nothing_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(DrafterError, match="suffix drafts with"):

@@ -23,7 +23,7 @@ from purestep.pure.scheduler import (
     update,
 )
 from purestep.pure.scheduler.rows import LINES_PER_PAGE
-from tests.laws import assert_pure
+from tests.laws import assert_pure, digest
 from tests.pure.scheduler.toy import Driver, config, counts, request
 
 
@@ -183,6 +183,31 @@ def test_what_does_not_go_together_is_refused() -> None:
     for changes in ({"num_spec_tokens": 1}, {"drafts_on_device": True}):
         with pytest.raises(InvalidParameterError, match="2 drafts for a request"):
             take_drafts(decoding(3, **changes), drafts(a=(7, 8)))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (None, r"take_drafts\(None\): give DraftTokenIds"),
+        ({"a": (7,)}, "give DraftTokenIds"),
+        (DraftTokenIds("a", ((7,),)), "drafts for 'a': give a tuple of ids"),
+        (DraftTokenIds((["a"],), ((7,),)), "give a tuple of ids"),
+        (DraftTokenIds(("a",), 7), r"drafts 7 for \('a',\)"),
+        (DraftTokenIds(("a",), ((7,), (8,))), "a tuple of token ids for each request"),
+        (DraftTokenIds(("a", "a"), ((7,), (8,))), "name each once"),
+        (DraftTokenIds(("a",), (7,)), "request 'a' has drafts 7"),
+        (DraftTokenIds(("a",), ("7",)), "request 'a' has drafts '7'"),
+        (DraftTokenIds(("a",), ((7.5,),)), r"request 'a' has drafts \(7.5,\)"),
+        (DraftTokenIds(("a",), ((-1,),)), r"request 'a' has drafts \(-1,\)"),
+        (DraftTokenIds(("a",), ((2**31,),)), "whole numbers from 0 on"),
+    ],
+)
+def test_what_is_no_drafts_is_refused_and_the_queue_is_as_it_was(wrong: Any, message: str) -> None:
+    queue = decoding(3)
+    before = digest(queue)
+    with pytest.raises(InvalidParameterError, match=message):
+        take_drafts(queue, wrong)
+    assert digest(queue) == before
 
 
 @pytest.mark.parametrize("is_async", [False, True])

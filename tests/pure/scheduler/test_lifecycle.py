@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,19 @@ from purestep.pure.errors import (
 )
 from purestep.pure.persistent import num_in, pop
 from purestep.pure.record import replace
-from purestep.pure.scheduler import abort, add, check_invariants, finish, make_queue, num_free, preempt_all
+from purestep.pure.scheduler import (
+    abort,
+    add,
+    check_invariants,
+    finish,
+    fork,
+    go_back,
+    hold,
+    make_queue,
+    num_free,
+    preempt_all,
+    set_version,
+)
 from purestep.pure.scheduler.memory import SLACK
 from tests.laws import digest
 from tests.pure.scheduler.toy import Driver, config, request
@@ -74,6 +87,16 @@ class TestAdd:
             ),
             ([1], {"arrival": 0.5}, InvalidRequestError, "'new': arrival=0.5: it is a whole number"),
             ([1], {"stream": None}, InvalidRequestError, "'new': stream=None: it is a whole number"),
+            (
+                [1],
+                {"stream": 2**70},
+                InvalidRequestError,
+                r"stream=\d+: it is .* from -2\*\*63 to 2\*\*63 - 1",
+            ),
+            ([1], {"eos_token_ids": 5}, InvalidRequestError, "eos_token_ids=5: give a tuple of token ids"),
+            ([1], {"eos_token_ids": ("5",)}, InvalidRequestError, "eos_token_ids=.*: give a tuple"),
+            ([1], {"eos_token_ids": (2**40,)}, InvalidRequestError, "eos_token_ids=.*which are int32"),
+            ([1], {"salt": 3}, InvalidRequestError, "salt=3: it is text, or None"),
             ([1], {"fork_of": ["there"]}, InvalidRequestError, r"a fork of \['there'\].*ids are text"),
             ([1], {"temperature": -1.0}, InvalidParameterError, "'new': temperature"),
             (
@@ -106,6 +129,10 @@ class TestAdd:
         queue = make_queue(config())
         with pytest.raises(InvalidRequestError, match="ids are text, and parameters SamplingParams"):
             add(queue, replace(request("new", [1]), **wrong))
+
+    def test_what_is_no_request_is_refused(self) -> None:
+        with pytest.raises(InvalidRequestError, match="give a Request"):
+            add(make_queue(config()), "new")  # type: ignore[arg-type]
 
     def test_rules_that_leave_no_token_before_min_tokens_are_refused(self) -> None:
         """min_tokens holds the end back, and nothing else is allowed: only the request knows the model's end."""
@@ -176,6 +203,43 @@ class TestLeaving:
         assert made.queue.news.finished_req_ids == {"a"}
         with pytest.raises(InvalidRequestError, match=r"finish\('a', 'stop'\): no such request"):
             finish(made.queue, "a", "stop", "###")
+
+    @pytest.mark.parametrize(
+        ("leave", "message"),
+        [
+            (lambda queue: abort(queue, "a"), r"abort\('a'\): give a list of ids"),
+            (lambda queue: abort(queue, 3), r"abort\(3\): give a list of ids"),
+            (lambda queue: abort(queue, ["a", 3]), "3 is no id: ids are text"),
+            (lambda queue: abort(queue, [["a"]]), r"\['a'\] is no id"),
+            (lambda queue: finish(queue, ["a"], "stop"), r"\['a'\] is no id"),
+            (lambda queue: finish(queue, "a", "tired"), "the reason is one of stop, length, abort, error"),
+            (lambda queue: finish(queue, "a", None), "the reason is one of"),
+            (lambda queue: finish(queue, "a", "stop", 1.5), "a token id, text or None"),
+            (lambda queue: fork(queue, ["a"], "b", arrival=1, stream=None), r"\['a'\] is no id"),
+            (lambda queue: fork(queue, "a", 3, arrival=1, stream=None), "3 is no id"),
+            (
+                lambda queue: fork(queue, "a", "b", arrival="1", stream=None),
+                "arrival='1': it is a whole number",
+            ),
+            (lambda queue: fork(queue, "a", "b", arrival=1, stream=2**63), "stream=.* to 2"),
+            (lambda queue: set_version(queue, "2"), "version='2': it is a whole number"),
+            (lambda queue: set_version(queue, None), "version=None: it is a whole number"),
+            (lambda queue: go_back(queue, None), "go_back to NoneType: give a queue"),
+            (lambda queue: go_back(queue, make_queue(config(max_num_reqs=2))), "the same config"),
+            (lambda queue: hold(hold(queue, "m").queue, "m"), r"hold\('m'\): a moment of this name"),
+        ],
+    )
+    def test_what_is_of_the_wrong_kind_is_refused_and_the_queue_is_as_it_was(
+        self, leave: Callable[[Any], object], message: str
+    ) -> None:
+        made = Driver(config())
+        made.add(request("a", max_tokens=9))
+        made.step()
+        before = digest(made.queue)
+
+        with pytest.raises(InvalidRequestError, match=message):
+            leave(made.queue)
+        assert digest(made.queue) == before
 
     def test_a_preempted_request_is_told_as_finished_not_as_preempted(self) -> None:
         made = Driver(config())

@@ -74,7 +74,7 @@ def paths(content: dict[str, Any]) -> list[tuple[str, ...]]:
     return [*((key,) for key in content), *inner]
 
 
-@examples(4)
+@examples(2)
 @given(data=st.data(), family=st.sampled_from(sorted(FAMILIES)))
 def test_a_folder_with_one_value_replaced_is_loaded_or_refused(
     folders: dict[str, Path], data: st.DataObject, family: str
@@ -101,6 +101,8 @@ def test_a_folder_with_one_value_replaced_is_loaded_or_refused(
         config.write_bytes(original)
 
 
+CONFIG = both("llama")[1].config
+TENSORS = random_tensors(CONFIG)
 METADATA = (
     *("general.architecture", "general.name", "general.alignment"),
     *(f"llama.{key}" for key in ("block_count", "context_length", "embedding_length", "feed_forward_length")),
@@ -119,7 +121,7 @@ GGUF_LISTS = [
 ]
 
 
-@examples(4)
+@examples(2)
 @given(key=st.sampled_from(METADATA), value=st.one_of(st.none(), *GGUF_PLAIN, *GGUF_LISTS))
 @example(key="llama.block_count", value=2**63)
 @example(key="tokenizer.ggml.pre", value=["smollm"])
@@ -127,26 +129,27 @@ def test_a_gguf_file_with_one_value_replaced_is_loaded_or_refused(
     tmp_path_factory: pytest.TempPathFactory, key: str, value: Any
 ) -> None:
     """By any value of any type, or by nothing."""
-    config = both("llama")[1].config
     extra = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 0} | {key: value}
-    path = write_gguf(
-        tmp_path_factory.getbasetemp() / "changed.gguf", config, random_tensors(config), extra=extra
-    )
+    path = write_gguf(tmp_path_factory.getbasetemp() / "changed.gguf", CONFIG, TENSORS, extra=extra)
     try:
         load_gguf(path, dtype=torch.float32, device=CPU)
     except ModelLoadError as error:
         assert "changed.gguf: " in str(error)
 
 
-@examples(4)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A sound GGUF file."""
+    return write_gguf(tmp_path_factory.mktemp("whole") / "whole.gguf", CONFIG, TENSORS).read_bytes()
+
+
+@examples(2)
 @given(damage=st.lists(st.tuples(st.integers(4, 2200), st.integers(0, 255)), min_size=1, max_size=4))
 def test_a_gguf_file_with_bytes_replaced_is_loaded_or_refused(
-    tmp_path_factory: pytest.TempPathFactory, damage: list[tuple[int, int]]
+    tmp_path_factory: pytest.TempPathFactory, whole: bytes, damage: list[tuple[int, int]]
 ) -> None:
     """Anywhere in its metadata."""
-    config = both("llama")[1].config
-    path = tmp_path_factory.getbasetemp() / "bytes.gguf"
-    content = bytearray(write_gguf(path, config, random_tensors(config)).read_bytes())
+    path, content = tmp_path_factory.getbasetemp() / "bytes.gguf", bytearray(whole)
     for place, byte in damage:
         content[place] = byte
     path.write_bytes(content)

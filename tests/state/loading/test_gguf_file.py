@@ -91,7 +91,7 @@ def test_a_truncated_file_is_refused(
     content = written[0].read_bytes()
     last = max(t.start + t.num_bytes for t in open_gguf(written[0]).tensors.values())
     length = data.draw(st.one_of(st.integers(0, 2000), st.integers(0, last - 1)))
-    path = tmp_path_factory.mktemp("cut") / "cut.gguf"
+    path = tmp_path_factory.getbasetemp() / "cut.gguf"
     path.write_bytes(content[:length])
     with pytest.raises(ModelLoadError, match=r"cut\.gguf: (truncated|not a GGUF file)"):
         open_gguf(path)
@@ -108,7 +108,7 @@ def test_a_damaged_file_is_read_or_refused(
     content = bytearray(written[0].read_bytes())
     for place, byte in damage:
         content[place] = byte
-    path = tmp_path_factory.mktemp("bad") / "bad.gguf"
+    path = tmp_path_factory.getbasetemp() / "bad.gguf"
     path.write_bytes(content)
     try:
         file = open_gguf(path)

@@ -81,7 +81,7 @@ def test_tokenizer_and_chat_template_come_along(tmp_path: Path) -> None:
     _, model, _ = both("llama")
     extra = {"tokenizer.chat_template": "{{ messages[0].content }}", "general.name": "Tiny"}
     loaded = load(write_gguf(tmp_path / "a.gguf", model.config, random_tensors(model.config), extra=extra))
-    assert loaded.name == "Tiny" and loaded.chat_template == "{{ messages[0].content }}"
+    assert loaded.name == "a (in its metadata: Tiny)" and loaded.chat_template == "{{ messages[0].content }}"
     assert loaded.tokenizer is not None
     assert loaded.tokenizer.encode("<|user|>abc a<|end|>") == [1, TOKENS.index("abc"), TOKENS.index("Ġa"), 0]
 

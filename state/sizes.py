@@ -1,0 +1,91 @@
+"""`Sizes`: how much an engine holds and does at once, judged when it is said."""
+
+from typing import Any
+
+import attrs
+
+from purestep.pure.errors import InvalidParameterError
+from purestep.pure.records.dispatch import CUDAGraphMode
+from purestep.pure.records.layout import SamplerShape
+
+LEAST = {  # of the sizes that are whole numbers; a prompt and an output need 2 tokens
+    "kv_cache_bytes": 1,
+    "block_size": 1,
+    "max_num_reqs": 1,
+    "max_num_batched_tokens": 1,
+    "block_horizon": 1,
+    "max_model_len": 2,
+    "steps_ahead": 0,
+    "unroll": 1,
+}
+
+
+GREEDY_SHAPE = SamplerShape()
+RANDOM_SHAPE = SamplerShape(random=True, truncated=True)
+SAMPLERS = (  # what rollouts ask for: the log-probability of each token; and penalties, or a least length
+    SamplerShape(random=True, truncated=True, num_logprobs=0, logprobs_modes=("raw_logprobs",)),
+    SamplerShape(random=True, truncated=True, penalties=True, min_tokens=True),
+)
+
+
+def as_cudagraph_mode(mode: Any) -> CUDAGraphMode | None:
+    """The mode, which its name may stand for.
+
+    Raises: InvalidParameterError for what is neither.
+    """
+    if isinstance(mode, str) and mode in CUDAGraphMode.__members__:
+        return CUDAGraphMode[mode]
+    if mode is None or isinstance(mode, CUDAGraphMode):
+        return mode
+    names = ", ".join(CUDAGraphMode.__members__)
+    raise InvalidParameterError(f"cudagraph_mode={mode!r}: give a CUDAGraphMode or its name: {names}")
+
+
+UNROLL = 4  # steps of a launch on a GPU
+UNROLLED_REQS = 16  # in graphs of several steps: a step of more takes longer than what one more launch does
+
+
+@attrs.frozen(kw_only=True)
+class Sizes:
+    """How much an engine holds and does at once. None: as much as model and cache allow."""
+
+    kv_cache_bytes: int | None = None  # None: what gpu_memory_utilization leaves; without a GPU 512 MiB
+    gpu_memory_utilization: float = 0.9  # share of a GPU's memory that may be in use, by anybody
+    block_size: int = 16
+    max_model_len: int | None = None
+    max_num_reqs: int = 64
+    max_num_batched_tokens: int = 2048
+    enable_prefix_caching: bool = True
+    block_horizon: int = 64  # tokens that running requests are given blocks for ahead of time
+    steps_ahead: int | None = (
+        None  # steps begun before the last one's tokens are known; None: 1 on a GPU, else 0
+    )
+    unroll: int | None = (
+        None  # decode steps in one replay where nobody waits; tokens come so many at a time; None: 4 on a GPU, else 1
+    )
+    cudagraph_mode: CUDAGraphMode | None = (
+        attrs.field(  # its name will do; None: FULL_DECODE_ONLY where graphs are
+            default=None, converter=as_cudagraph_mode
+        )
+    )
+    capture_sizes: tuple[int, ...] | None = None  # numbers of tokens; None: up to max_num_reqs
+    capture_samplers: tuple[SamplerShape, ...] = SAMPLERS  # beside greedy and random sampling
+    capture_halves: bool = False  # graphs of half steps too: where requests have grammars or processors
+    capture_progress: bool = True  # a bar while graphs are captured
+
+    def __attrs_post_init__(self) -> None:
+        for name, least in LEAST.items():
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < least):
+                raise InvalidParameterError(f"{name}={value!r}: it must be a whole number, at least {least}")
+        share, sizes = self.gpu_memory_utilization, self.capture_sizes
+        if not isinstance(share, int | float) or not 0 < share <= 1:
+            raise InvalidParameterError(
+                f"gpu_memory_utilization={share!r}: it is a share, above 0 and at most 1"
+            )
+        if sizes is not None and not (
+            isinstance(sizes, tuple) and all(type(n) is int and n > 0 for n in sizes)
+        ):
+            raise InvalidParameterError(
+                f"capture_sizes={sizes!r}: give a tuple of numbers of tokens, whole and ascending, or None"
+            )

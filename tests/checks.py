@@ -2,8 +2,8 @@
 
 `record` leaves annotations on the `__init__` that it generates. Here they are read by jaxtyping and beartype:
 dtypes, and dimensions across the fields of one record. The library knows nothing of this: constructors, and the
-methods behind `replace` that do without, are swapped on the classes that exist, and swapped back. So nobody else pays, and torch.compile, which can not
-trace the checker, is given the plain ones.
+methods behind `replace` that do without, are swapped on the classes that exist, and swapped back. So nobody
+else pays, and torch.compile, which can not trace the checker, is given the plain ones.
 """
 
 import contextlib

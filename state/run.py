@@ -15,6 +15,7 @@ from purestep.pure.models.model import Model, prepare_params
 from purestep.pure.propose import propose
 from purestep.pure.record import replace
 from purestep.pure.records.drafter import Drafter
+from purestep.pure.records.outputs import StepOutput
 from purestep.pure.records.params import Params
 from purestep.pure.records.plan import StepPlan
 from purestep.pure.records.state import StepState
@@ -108,30 +109,29 @@ def run_unrolled(
             "two_phase.execute and two_phase.sample, which gives them to the sampler"
         )
     buffers, captured = bound.buffers, bound.captured
-    with torch.no_grad():
-        state = begin(bound, leased, plans)
-        if key is None:
-            state, outputs = unroll(
-                bound.model, bound.prepared, state, num_steps, kernels=bound.kernels, drafter=bound.drafter
-            )
+    state = begin(bound, leased, plans)
+    if key is not None and key.sampler is not None:
+        assert captured is not None, "a key was given for a step without graphs"
+        sent = captured.replay(key)
+    else:
+        with torch.no_grad():
+            state, outputs = _launched(bound, state, num_steps, key)
             sent = tuple(map(to_host, outputs))
-        else:
-            assert captured is not None, "a key was given for a step without graphs"
-            if key.sampler is None:
-                call = captured.pieces(key).call
-                executed = execute(bound.model, bound.prepared, state, kernels=bound.kernels, call=call)
-                state, output = propose(
-                    bound.drafter,
-                    bound.prepared,
-                    executed,
-                    *sample(executed, kernels=bound.kernels),
-                    kernels=bound.kernels,
-                )
-                sent = (to_host(output),)
-            else:
-                sent = captured.replay(key)
-        pending = tuple([Pending(p.batch, output) for p, output in zip(plans, sent, strict=True)])
+    pending = tuple([Pending(p.batch, output) for p, output in zip(plans, sent, strict=True)])
     return buffers.adopt(state, plans[-1].batch), pending
+
+
+def _launched(
+    bound: BoundStep, state: StepState, num_steps: int, key: GraphKey | None
+) -> tuple[StepState, tuple[StepOutput, ...]]:
+    """Steps launched from the host: of the model's captured pieces where there is a key, else kernel by kernel."""
+    model, params, kernels, drafter = bound.model, bound.prepared, bound.kernels, bound.drafter
+    if key is None:
+        return unroll(model, params, state, num_steps, kernels=kernels, drafter=drafter)
+    assert bound.captured is not None, "a key was given for a step without graphs"
+    executed = execute(model, params, state, kernels=kernels, call=bound.captured.pieces(key).call)
+    state, output = propose(drafter, params, executed, *sample(executed, kernels=kernels), kernels=kernels)
+    return state, (output,)
 
 
 def begin(bound: BoundStep, leased: Leased, plans: Sequence[StepPlan]) -> StepState:
@@ -141,8 +141,9 @@ def begin(bound: BoundStep, leased: Leased, plans: Sequence[StepPlan]) -> StepSt
     state = buffers.begin(leased.generation)
     if inbox.is_empty:
         return state
-    staged = replace(state, inbox=stage(inbox, buffers.device))
-    return buffers.place(absorb(staged, kernels=bound.kernels))
+    with torch.no_grad():
+        staged = replace(state, inbox=stage(inbox, buffers.device))
+        return buffers.place(absorb(staged, kernels=bound.kernels))
 
 
 def _check(bound: BoundStep, leased: Leased, plans: Sequence[StepPlan]) -> None:

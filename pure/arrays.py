@@ -10,7 +10,7 @@ of `pure/` that may write into arrays. Cost: 0.3 us to append to one tape, 0.2 u
 import operator
 from array import array as int_array
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Self, overload
+from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     Array = Any
 else:
     Array = np.ndarray | torch.Tensor
+
+T = TypeVar("T")
 
 MIN_CAPACITY = 16
 
@@ -61,14 +63,20 @@ def with_items(column: NDArray[Any], indices: Any, values: Any) -> NDArray[Any]:
     return frozen(changed)
 
 
-def with_item(column: NDArray[Any], index: int, value: Any) -> NDArray[Any]:
-    """`with_items` of a single item, in a third of its time."""
-    if column[index] == value:
+def with_copy(column: NDArray[Any], index: int, source: int) -> NDArray[Any]:
+    """`with_items` of a single item, which is there at `source` too; in a fourth of its time."""
+    item = column.item(source)
+    if column.item(index) == item:
         return column
     changed = column.copy()
-    changed[index] = value
+    changed[index] = item
     changed.setflags(write=False)
     return changed
+
+
+def with_entry(items: tuple[T, ...], index: int, item: T) -> tuple[T, ...]:
+    """The tuple with one item exchanged."""
+    return (*items[:index], item, *items[index + 1 :])
 
 
 def appended(column: NDArray[Any], value: Any) -> NDArray[Any]:

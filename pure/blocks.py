@@ -76,7 +76,7 @@ def retain(pool: BlockPool, ids: Sequence[int] | Ids) -> BlockPool:
     if not len(ids):
         return pool
     refcounts, before = pool.refcounts.counted(ids, 1)
-    if before.all():
+    if np.count_nonzero(before) == len(ids):
         return replace(pool, refcounts=refcounts)
     idle = np.unique(ids[before == 0])
     assert (pool.idle_at[idle] >= 0).all(), "a free block was retained"

@@ -19,6 +19,8 @@ def keep_blocks(batch: InputBatch, kept: Mapping[str, tuple[int, ...]]) -> Input
 
     The scheduler takes away what others hold too; what it gives instead is appended as ever.
     """
+    if not kept:
+        return batch
     parked = {
         req_id: replace(batch.parked[req_id], block_ids=_cut(batch.parked[req_id].block_ids, counts))
         for req_id, counts in kept.items()
@@ -67,12 +69,11 @@ def fork_request(
     parent = entry.request
     request = replace(parent, req_id=new_req_id, stream=parent.stream if stream is None else stream)
     own = Parked(request, entry.tokens, entry.block_ids, entry.num_computed_tokens)
-    inherited = [replace(fork, child=request) for fork in batch.forks if fork.child is parent]
+    inherited = [Fork(fork.parent, request, fork.num_begun) for fork in batch.forks if fork.child is parent]
     forks = (*batch.forks, *inherited, Fork(parent, request, batch.clock.num_begun))
-    batch = replace(batch, forks=forks)
     if row is None or not goes_on:
-        return replace(batch, parked=MappingProxyType({**batch.parked, new_req_id: own}))
-    return place_beside(batch, row, own)
+        return replace(batch, forks=forks, parked=MappingProxyType({**batch.parked, new_req_id: own}))
+    return place_beside(batch, row, own, forks)
 
 
 def _cut(block_ids: tuple[Tape, ...], counts: tuple[int, ...]) -> tuple[Tape, ...]:

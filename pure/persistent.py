@@ -130,10 +130,9 @@ class Column:
             return self, before
         pages = list(self.pages)
         for page, where, offsets in _by_page(indices):
-            places = offsets.astype(np.intp, copy=False)  # with other types numpy takes ten times as long
-            before[where] = pages[page][places]
+            before[where] = pages[page][offsets]
             changed = pages[page].copy()
-            np.add.at(changed, places, np.int32(amount))
+            np.add.at(changed, offsets, np.int32(amount))
             pages[page] = frozen(changed)
         return Column(tuple(pages)), before
 
@@ -143,15 +142,17 @@ class Column:
         return np.concatenate(self.pages)
 
 
-def _by_page(indices: NDArray[Any]) -> Iterator[tuple[int, Any, NDArray[Any]]]:
+def _by_page(indices: NDArray[Any]) -> Iterator[tuple[int, Any, NDArray[np.intp]]]:
     """Pages named by indices; which of the indices name each, and where in it."""
     if not len(indices):
         return
-    pages, offsets = indices // PAGE, indices % PAGE
-    first = pages[0]
-    if not np.bitwise_or.reduce(pages ^ first):  # quicker than the least and the greatest of them
-        yield int(first), slice(None), offsets
+    places = indices.astype(np.intp, copy=False)  # with other types numpy takes four times as long
+    first = int(places[0]) // PAGE
+    offsets = places - first * PAGE
+    if not np.count_nonzero(offsets // PAGE):  # quicker than the least and the greatest of them
+        yield first, slice(None), offsets
         return
+    pages, offsets = places // PAGE, places % PAGE
     for page in range(int(pages.min()), int(pages.max()) + 1):
         where = np.flatnonzero(pages == page)
         if len(where):

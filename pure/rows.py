@@ -1,6 +1,6 @@
 """Edits of a batch's rows: who sits where. Each returns a new batch; untouched columns stay the same objects."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress, repeat
 from operator import is_, is_not
 from types import MappingProxyType
@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from purestep.pure.arrays import Tape, with_item, with_items
+from purestep.pure.arrays import Tape, with_copy, with_entry, with_items
 from purestep.pure.errors import SchedulerOutputError
 from purestep.pure.record import replace
-from purestep.pure.records.batch import Columns, InputBatch, Parked, Rows
+from purestep.pure.records.batch import Columns, Fork, InputBatch, Parked, Rows
 from purestep.pure.records.layout import sampler_features
 from purestep.pure.records.scheduler_output import BlockIds
 
@@ -130,9 +130,9 @@ def last_run(batch: InputBatch, rows: Sequence[int]) -> NDArray[np.int32]:
 def drop(batch: InputBatch, req_ids: Iterable[str]) -> InputBatch:
     """Without these requests; ids that the batch does not know are ignored, as upstream does."""
     known = [r for r in req_ids if r in batch.row_of or r in batch.parked]
-    gone = sorted(known)  # a set's order is not the same in every process
-    if not gone:
+    if not known:
         return batch
+    gone = sorted(known)  # a set's order is not the same in every process
     batch = release(batch, [r for r in gone if r in batch.row_of])
     return replace(batch, parked=without(batch.parked, [r for r in gone if r in batch.parked]))
 
@@ -143,7 +143,7 @@ def as_parked(batch: InputBatch, req_id: str) -> Parked:
     return Parked(
         request=occupied(batch.rows.requests[row]),
         tokens=occupied(batch.rows.tokens[row]),
-        block_ids=tuple(occupied(group[row]) for group in batch.rows.block_ids),
+        block_ids=tuple([occupied(group[row]) for group in batch.rows.block_ids]),
         num_computed_tokens=int(batch.columns.num_computed_tokens_settled[row]),
     )
 
@@ -168,8 +168,8 @@ def place(batch: InputBatch, arrivals: Sequence[Parked]) -> InputBatch:
     return _seated(batch, dict(zip(free, arrivals, strict=True)), _columns(batch, free, arrivals))
 
 
-def place_beside(batch: InputBatch, row: int, twin: Parked) -> InputBatch:
-    """This request, in the lowest free row, with the counts of the one in the row.
+def place_beside(batch: InputBatch, row: int, twin: Parked, forks: tuple[Fork, ...]) -> InputBatch:
+    """This request, which is not parked, in the lowest free row, with the counts of the one in the row; these forks.
 
     Raises:
         SchedulerOutputError: no row is free.
@@ -180,19 +180,28 @@ def place_beside(batch: InputBatch, row: int, twin: Parked) -> InputBatch:
             f"request {twin.request.req_id!r} is to go on beside another one, and none of "
             f"{batch.limits.max_num_reqs} rows is free: park it, or settle first"
         )
-    c = batch.columns
-    bound, settled = c.num_computed_tokens_bound, c.num_computed_tokens_settled
+    c, rows, request = batch.columns, batch.rows, twin.request
     columns = Columns(
-        num_prompt_tokens=with_item(c.num_prompt_tokens, own, c.num_prompt_tokens[row]),
-        num_tokens=with_item(c.num_tokens, own, c.num_tokens[row]),
-        num_computed_tokens_bound=with_item(bound, own, bound[row]),
-        num_computed_tokens_settled=with_item(settled, own, settled[row]),
-        room=with_item(c.room, own, c.room[row]),
-        sampler_features=with_item(c.sampler_features, own, c.sampler_features[row]),
-        num_logprobs=with_item(c.num_logprobs, own, c.num_logprobs[row]),
+        num_prompt_tokens=with_copy(c.num_prompt_tokens, own, row),
+        num_tokens=with_copy(c.num_tokens, own, row),
+        num_computed_tokens_bound=with_copy(c.num_computed_tokens_bound, own, row),
+        num_computed_tokens_settled=with_copy(c.num_computed_tokens_settled, own, row),
+        room=with_copy(c.room, own, row),
+        sampler_features=with_copy(c.sampler_features, own, row),
+        num_logprobs=with_copy(c.num_logprobs, own, row),
         released_at=c.released_at,
     )
-    return _seated(batch, {own: twin}, columns)
+    return replace(
+        batch,
+        rows=Rows(
+            with_entry(rows.requests, own, request),
+            with_entry(rows.tokens, own, twin.tokens),
+            tuple(map(with_entry, rows.block_ids, repeat(own), twin.block_ids)),
+        ),
+        columns=columns,
+        row_of=MappingProxyType({**batch.row_of, request.req_id: own}),
+        forks=forks,
+    )
 
 
 def _seated(batch: InputBatch, placed: Mapping[int, Parked], columns: Columns) -> InputBatch:
@@ -215,18 +224,20 @@ def _seated(batch: InputBatch, placed: Mapping[int, Parked], columns: Columns) -
 
 def free_rows(batch: InputBatch) -> list[int]:
     """Rows in which nobody sits, and which no step on its way may write."""
-    return list(_free_rows(batch))
+    settled, released = batch.clock.num_settled, batch.columns.released_at
+    empty = compress(range(batch.limits.max_num_reqs), map(is_, batch.rows.requests, repeat(None)))
+    return [row for row in empty if released[row] <= settled]
 
 
 def first_free_row(batch: InputBatch) -> int | None:
     """The lowest of the free rows, None if there is none."""
-    return next(_free_rows(batch), None)
-
-
-def _free_rows(batch: InputBatch) -> Iterator[int]:
-    settled, released = batch.clock.num_settled, batch.columns.released_at
-    empty = compress(range(batch.limits.max_num_reqs), map(is_, batch.rows.requests, repeat(None)))
-    return (row for row in empty if released[row] <= settled)
+    requests, released = batch.rows.requests, batch.columns.released_at
+    row = -1
+    for _ in range(len(requests) - len(batch.row_of)):  # those in which nobody sits
+        row = requests.index(None, row + 1)
+        if released[row] <= batch.clock.num_settled:
+            return row
+    return None
 
 
 def _columns(batch: InputBatch, rows: Sequence[int], arrivals: Sequence[Parked]) -> Columns:

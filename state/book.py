@@ -176,9 +176,10 @@ def readers_of(book: Book, samples: Iterable[Sample], rows: Iterable[int]) -> Re
 def with_heir(readers: Readers, parent: Sample, child: Sample) -> Readers:
     """With a sample that was just forked from one which may be among them: what is told that, is told it."""
     samples = readers.samples
-    if parent not in samples:
+    try:
+        place = samples.index(parent)
+    except ValueError:
         return readers
-    place = samples.index(parent)
     watched = readers.watched
     return Readers(
         samples=(*samples, child),

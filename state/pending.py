@@ -44,11 +44,12 @@ class Sender(Generic[T]):
     Tensors that share a small allocation on a GPU come in one copy.
     """
 
-    __slots__ = ("_is_cuda", "_places", "_sources", "_spec")
+    __slots__ = ("_events", "_is_cuda", "_places", "_sources", "_spec")
 
     def __init__(self, tree: T) -> None:
         leaves, self._spec = pytree.tree_flatten(tree)
         self._is_cuda = any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in leaves)
+        self._events: list[torch.cuda.Event] = []  # of earlier copies, to be recorded again
         self._sources: list[Tensor] = []
         self._places: list[
             tuple[int, Place | None] | None
@@ -61,7 +62,7 @@ class Sender(Generic[T]):
             storage = leaf.untyped_storage()
             if not leaf.is_cuda or storage.nbytes() > PACKED_BYTES:
                 self._places.append((len(self._sources), None))
-                self._sources.append(leaf)
+                self._sources.append(leaf.detach())
                 continue
             if storage.data_ptr() not in found:
                 found[storage.data_ptr()] = len(self._sources)
@@ -73,9 +74,13 @@ class Sender(Generic[T]):
         event = None
         copies = [_on_its_way(source) for source in self._sources]
         if self._is_cuda:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event = self._events.pop() if self._events else torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
         return ToHost(self, copies, event)
+
+    def passed(self, event: torch.cuda.Event) -> None:
+        """Nobody asks for this event of a copy any more."""
+        self._events.append(event)
 
     def unpacked(self, copies: list[np.ndarray]) -> T:
         """The tree, of copies of what was sent."""
@@ -100,8 +105,11 @@ class ToHost(Generic[T]):
 
     def result(self) -> T:
         """The same tree of numpy arrays."""
-        if self._event is not None:
-            self._event.synchronize()
+        event = self._event
+        if event is not None:
+            event.synchronize()
+            self._event = None
+            self._sender.passed(event)
         return self._sender.unpacked([copy.numpy() for copy in self._copies])
 
 
@@ -129,7 +137,6 @@ def _found(copy: np.ndarray, place: Place | None) -> np.ndarray:
 
 
 def _on_its_way(source: Tensor) -> Tensor:
-    source = source.detach()
     if not source.is_cuda:
         return source.clone()
     return torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source, non_blocking=True)

@@ -13,6 +13,7 @@ from purestep.pure.models.model import Model, prepare_params
 from purestep.pure.propose import propose
 from purestep.pure.record import replace
 from purestep.pure.records.drafter import Drafter
+from purestep.pure.records.outputs import StepOutput
 from purestep.pure.records.params import Params
 from purestep.pure.records.plan import StepPlan
 from purestep.pure.records.state import StepState
@@ -98,34 +99,28 @@ def run(
             f"a plan of {bounds.num_steps} steps, and graphs of {key.num_steps}: give a key of as many, or none"
         )
     buffers, captured = bound.buffers, bound.captured
-    with torch.no_grad():
-        state = begin(bound, leased, plan)
-        if key is None:
-            state, outputs = unroll(
-                bound.model,
-                bound.prepared,
-                state,
-                bounds.num_steps,
-                kernels=bound.kernels,
-                drafter=bound.drafter,
-            )
-            sent = to_host(joined(outputs))
-        else:
-            assert captured is not None, "a key was given for a step without graphs"
-            if key.sampler is None:
-                call = captured.pieces(key).call
-                executed = execute(bound.model, bound.prepared, state, kernels=bound.kernels, call=call)
-                state, output = propose(
-                    bound.drafter,
-                    bound.prepared,
-                    executed,
-                    *sample(executed, kernels=bound.kernels),
-                    kernels=bound.kernels,
-                )
-                sent = to_host(output)
-            else:
-                sent = captured.replay(key)
+    state = begin(bound, leased, plan)
+    if key is not None and key.sampler is not None:
+        assert captured is not None, "a key was given for a step without graphs"
+        sent = captured.replay(key)
+    else:
+        with torch.no_grad():
+            state, output = _launched(bound, state, bounds.num_steps, key)
+            sent = to_host(output)
     return buffers.adopt(state, plan.batch), Pending(plan.batch, sent)
+
+
+def _launched(
+    bound: BoundStep, state: StepState, num_steps: int, key: GraphKey | None
+) -> tuple[StepState, StepOutput]:
+    """Steps launched from the host: of the model's captured pieces where there is a key, else kernel by kernel."""
+    model, params, kernels, drafter = bound.model, bound.prepared, bound.kernels, bound.drafter
+    if key is None:
+        state, outputs = unroll(model, params, state, num_steps, kernels=kernels, drafter=drafter)
+        return state, joined(outputs)
+    assert bound.captured is not None, "a key was given for a step without graphs"
+    executed = execute(model, params, state, kernels=kernels, call=bound.captured.pieces(key).call)
+    return propose(drafter, params, executed, *sample(executed, kernels=kernels), kernels=kernels)
 
 
 def begin(bound: BoundStep, leased: Leased, plan: StepPlan) -> StepState:
@@ -135,8 +130,9 @@ def begin(bound: BoundStep, leased: Leased, plan: StepPlan) -> StepState:
     state = buffers.begin(leased.generation)
     if inbox.is_empty:
         return state
-    staged = replace(state, inbox=stage(inbox, buffers.device))
-    return buffers.place(absorb(staged, kernels=bound.kernels))
+    with torch.no_grad():
+        staged = replace(state, inbox=stage(inbox, buffers.device))
+        return buffers.place(absorb(staged, kernels=bound.kernels))
 
 
 def _check(bound: BoundStep, leased: Leased, plan: StepPlan) -> None:

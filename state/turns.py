@@ -18,6 +18,7 @@ import torch.utils._pytree as pytree
 
 from purestep.pure.errors import OutOfBlocksError, ReentrantCallError
 from purestep.pure.fork import fork_request, keep_blocks
+from purestep.pure.record import record, replace
 from purestep.pure.records.batch import BatchLimits, InputBatch
 from purestep.pure.records.dispatch import DispatchKeys
 from purestep.pure.records.drafter import HostDrafter
@@ -66,7 +67,7 @@ from purestep.state.structured import grammar_masks
 T = TypeVar("T")
 
 
-@attrs.frozen
+@record
 class Now:
     """What is known between two turns."""
 
@@ -209,7 +210,7 @@ class Turns:
             if req_id in queue.live:  # else its last token ended it already
                 num_outputs = None if stop is None else len(book.tokens_of(known(now.book.live, req_id)))
                 queue = finish(queue, req_id, reason, stop, num_outputs=num_outputs)
-        self.now = attrs.evolve(now, queue=queue, book=book, landed=None)
+        self.now = replace(now, queue=queue, book=book, landed=None)
 
     def add(self, requests: Iterable[Request], book: Book, *, vocab_size: int) -> None:
         """Queue requests that are in this book: all of them, or none and an error."""
@@ -230,7 +231,7 @@ class Turns:
     def tell(self, numbers: Iterable[int], *, of: Container[int] | None = None) -> dict[int, RequestOutput]:
         """What these submissions have, or some of them; there is no news of them any more."""
         book, outputs = tell(self.now.book, numbers, of=of)
-        self.now = attrs.evolve(self.now, book=book)
+        self.now = replace(self.now, book=book)
         return outputs
 
     def forget(self) -> None:
@@ -267,8 +268,8 @@ class Turns:
         self.now = Now(queue, then.batch, leased, now.bound, then.book, then.in_flight, kept=then.kept)
 
     def fork(self, req_id: str, new_req_id: str, *, stream: int | None, book: Book) -> None:
-        """A sample goes on under a second id, which is in this book."""
-        now = self.ready()
+        """A sample goes on under a second id, which is in this book, made of the `settled` one."""
+        now = self.now
         parent, child = known(now.book.live, req_id), known(book.live, new_req_id)
         batch = drop(now.batch, [new_req_id])
         has_row = req_id in batch.row_of and first_free_row(batch) is not None
@@ -318,7 +319,7 @@ class Turns:
         flight = now.in_flight[0]
         output = flight.pending.result()
         queue, finished = update(now.queue, flight.req_ids, output)
-        self.now = attrs.evolve(
+        self.now = replace(
             now,
             queue=queue,
             batch=settle(now.batch, flight.pending.batch, output),

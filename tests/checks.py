@@ -1,9 +1,9 @@
 """Shape and type checks of records, in tests only.
 
 `record` leaves annotations on the `__init__` that it generates. Here they are read by jaxtyping and beartype:
-dtypes, and dimensions across the fields of one record. The library knows nothing of this: constructors are
-swapped on the classes that exist, and swapped back. So nobody else pays, and torch.compile, which can not
-trace the checker, is given the plain ones.
+dtypes, and dimensions across the fields of one record. The library knows nothing of this: constructors, and the
+methods behind `replace` that do without, are swapped on the classes that exist, and swapped back. So nobody
+else pays, and torch.compile, which can not trace the checker, is given the plain ones.
 
 A check costs more than most steps of the tests' models, and its outcome depends on types, dtypes and shapes alone. So
 arguments of kinds that have passed it once are not checked again.
@@ -24,8 +24,8 @@ from torch import Tensor
 MOST_KINDS = 20_000  # that are kept of one record
 MOST_PLACES = 8  # of a tuple whose items may each have an annotation of their own
 
-_plain: dict[type[Any], Any] = {}
-_checked: dict[type[Any], Any] = {}
+_plain: dict[type[Any], dict[str, Any]] = {}
+_checked: dict[type[Any], dict[str, Any]] = {}
 _typechecker = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int will do for a float
 
 
@@ -48,7 +48,7 @@ def checked() -> Iterator[None]:
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
     """Records are built without checks, also inside `checked`."""
-    were_checked = [cls for cls in _plain if cls.__init__ is _checked[cls]]
+    were_checked = [cls for cls in _plain if cls.__init__ is _checked[cls]["__init__"]]
     _restore()
     try:
         yield
@@ -60,9 +60,16 @@ def unchecked() -> Iterator[None]:
 def check(cls: type[Any]) -> None:
     """Check one record class from now on."""
     if cls not in _plain:
-        _plain[cls] = cls.__init__
-        _checked[cls] = _checked_once(cls.__init__)
-    cls.__init__ = _checked[cls]  # type: ignore[misc]
+        _plain[cls] = {name: cls.__dict__[name] for name in ("__init__", "_replaced")}
+        init = _checked_once(cls.__init__)
+        _checked[cls] = {"__init__": init, "_replaced": _rebuilt}
+    _put(cls, _checked[cls])
+
+
+def _rebuilt(instance: Any, changes: dict[str, Any]) -> Any:
+    """`replace` by way of the constructor."""
+    fields = {name: getattr(instance, name) for name in instance.__match_args__}
+    return type(instance)(**(fields | changes))
 
 
 def _checked_once(plain: Callable[..., None]) -> Callable[..., None]:
@@ -113,5 +120,10 @@ def kind_of(value: Any) -> Hashable:
 
 
 def _restore() -> None:
-    for cls, init in _plain.items():
-        cls.__init__ = init
+    for cls, methods in _plain.items():
+        _put(cls, methods)
+
+
+def _put(cls: type[Any], methods: dict[str, Any]) -> None:
+    for name, method in methods.items():
+        setattr(cls, name, method)

@@ -10,7 +10,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from purestep.pure.arrays import appended, empty_column, frozen
+from purestep.pure.arrays import appended, empty_column, frozen, with_entry
 from purestep.pure.blocks import release, retain
 from purestep.pure.errors import DuplicateRequestError, InvalidRequestError, OutOfBlocksError, OutOfRowsError
 from purestep.pure.persistent import push
@@ -132,7 +132,7 @@ def fork(
         own = _request(waits, new_req_id, arrival, stream)
         return Forked(add(queue, replace(own, fork_of=req_id)), {}, has_run=False, goes_on=False)
     if waits is None:
-        row = int((queue.running.facts.ticket == ticket).argmax())
+        row = queue.running.req_ids.index(req_id)
         shareable = give_up_open_blocks(queue, [row])
         queue, kept = shareable.queue, shareable.kept
         goes_on = has_row and bool(queue.running.counts.ran[row])
@@ -175,12 +175,12 @@ def _run_along(
     queue: Queue, row: int, request: Request, goes_on: bool
 ) -> tuple[Running, tuple[BlockPool, ...], TokenLog]:
     """Who runs once this request does, beside the one in the row, which has no open block; pools and log then."""
-    config, log = queue.config, queue.log
-    parent, residence = queue.running.states[row], queue.running.residences[row]
+    config, log, running = queue.config, queue.log, queue.running
+    parent, residence = running.states[row], running.residences[row]
     num_rows = config.max_num_reqs - num_held_rows(queue)
-    if len(queue.running) >= num_rows:
+    if len(running) >= num_rows:
         raise OutOfRowsError(
-            f"fork of {parent.request.req_id!r} as {request.req_id!r}: {len(queue.running)} requests run, and there "
+            f"fork of {parent.request.req_id!r} as {request.req_id!r}: {len(running)} requests run, and there "
             f"are rows for {num_rows} of max_num_reqs={config.max_num_reqs} now (others belong to steps on their way): "
             "wait for one to end, or abort one"
         )
@@ -192,25 +192,31 @@ def _run_along(
                 "or drop a moment"
             )
     pools = tuple([retain(pool, held_by(residence, group)) for group, pool in enumerate(queue.pools)])
-    num_computed = int(queue.running.counts.num_computed[row])
+    tokens = tokens_of(queue, row)
+    if tokens is not parent.tokens:  # the parent has them too, so that they are not copied for its next fork
+        running = replace(
+            running,
+            states=with_entry(running.states, row, replace(parent, tokens=tokens)),
+            residences=with_entry(running.residences, row, replace(residence, log_start=log.num_lines)),
+        )
     twin = RequestState(
         request=request,
         ticket=queue.next_ticket,
-        tokens=tokens_of(queue, row),
+        tokens=tokens,
         parent=None,
-        num_cached_tokens=min(num_computed, len(request.prompt_token_ids)),
+        num_cached_tokens=min(int(running.counts.num_computed[row]), len(request.prompt_token_ids)),
         chain=parent.chain,
     )
     own = Residence(
         slot=log.free_slots[-1],
         log_start=log.num_lines,
         blocks=residence.blocks,
-        num_borrowed=tuple([len(blocks) for blocks in residence.blocks]),
+        num_borrowed=tuple(map(len, residence.blocks)),
         num_offered=residence.num_offered,
         may_offer=residence.may_offer,
         sources=residence.sources,
     )
-    running = add_twin(queue.running, row, twin, own, ran=goes_on)
+    running = add_twin(running, row, twin, own, ran=goes_on)
     return running, pools, TokenLog(log.lines, log.width, log.free_slots[:-1])
 
 
@@ -228,14 +234,15 @@ def _with_fork(step: StepInFlight, parent: int, ticket: int) -> StepInFlight:
     place = is_parent.argmax()
     if not is_parent[place]:
         return step
-    entry = np.arange(len(is_parent)) if step.entry is None else step.entry
+    places = np.arange(len(is_parent) + 1)
+    places[-1] = place
     return StepInFlight(
         req_ids=step.req_ids,
         ticket=appended(step.ticket, ticket),
-        num_scheduled=appended(step.num_scheduled, step.num_scheduled[place]),
-        samples=appended(step.samples, step.samples[place]),
-        num_drafts=None if step.num_drafts is None else appended(step.num_drafts, step.num_drafts[place]),
-        entry=appended(entry, entry[place]),
+        num_scheduled=frozen(step.num_scheduled[places]),
+        samples=frozen(step.samples[places]),
+        num_drafts=None if step.num_drafts is None else frozen(step.num_drafts[places]),
+        entry=frozen(places if step.entry is None else step.entry[places]),
         num_steps=step.num_steps,
     )
 

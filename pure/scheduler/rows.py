@@ -116,8 +116,8 @@ def add_twin(running: Running, row: int, state: RequestState, residence: Residen
     last, stop_rows, stop_ids = len(running), running.stop_rows, running.stop_ids
     rows = np.arange(last + 1)
     rows[last] = row
-    own_stops = stop_ids[stop_rows == row]
-    if len(own_stops):
+    if len(stop_ids):
+        own_stops = stop_ids[stop_rows == row]
         stop_rows = frozen(np.concatenate([stop_rows, np.full(len(own_stops), last)]))
         stop_ids = frozen(np.concatenate([stop_ids, own_stops]))
     joined = Running(
@@ -171,6 +171,8 @@ def length_limit(params: SamplingParams, num_prompt: int, longest: int) -> int:
 def tokens_of(queue: Queue, row: int) -> Tape:
     """Prompt and known outputs of a running request."""
     state, residence, log = queue.running.states[row], queue.running.residences[row], queue.log
+    if residence.log_start == log.num_lines:
+        return state.tokens
     lines = log.lines.array.reshape(-1, log.width)
     logged = lines[residence.log_start :, residence.slot]
     return state.tokens.extend(logged[logged >= 0])
@@ -277,7 +279,11 @@ def _take(columns: Columns, rows: NDArray[Any] | Bool[np.ndarray, " rows"]) -> C
 
 def _twinned(columns: Columns, rows: NDArray[Any], **own: Any) -> Columns:
     """These rows, where the last one has some items of its own."""
-    taken: dict[str, NDArray[Any]] = {name: getattr(columns, name)[rows] for name in columns.__match_args__}
-    for name, value in own.items():
-        taken[name][-1] = value
-    return type(columns)(*map(frozen, taken.values()))
+    taken = []
+    for name in columns.__match_args__:
+        column = getattr(columns, name)[rows]
+        if name in own:
+            column[-1] = own[name]
+        column.setflags(write=False)
+        taken.append(column)
+    return type(columns)(*taken)

@@ -44,14 +44,19 @@ def give_up_open_blocks(queue: Queue, rows: Sequence[int]) -> Shareable:
             f"blocks of {len(rows)} requests are to be shared, and drafts of theirs are on their way: take in the "
             "outputs of the steps in flight first"
         )
+    more = []
+    for row in rows:
+        computed = int(running.counts.num_computed[row])
+        full = tuple([computed // size for size in sizes])
+        if full != tuple(map(len, running.residences[row].blocks)):
+            more.append((row, computed, full))
+    if not more:
+        return Shareable(queue, {})
     residences = list(running.residences)
     given_up: list[list[NDArray[np.int32]]] = [[] for _ in sizes]
     covered, kept = running.counts.num_covered.copy(), dict[str, tuple[int, ...]]()
-    for row in rows:
-        old, computed = running.residences[row], int(running.counts.num_computed[row])
-        full = tuple([computed // size for size in sizes])
-        if all(len(blocks) == n for blocks, n in zip(old.blocks, full, strict=True)):
-            continue
+    for row, computed, full in more:
+        old = running.residences[row]
         sources: list[int | None] = []
         for group, (tape, n, size) in enumerate(zip(old.blocks, full, sizes, strict=True)):
             is_open = computed % size > 0
@@ -62,8 +67,6 @@ def give_up_open_blocks(queue: Queue, rows: Sequence[int]) -> Shareable:
         residences[row] = replace(old, blocks=blocks, sources=held)
         covered[row] = min([n * size for n, size in zip(full, sizes, strict=True)])
         kept[running.req_ids[row]] = full
-    if not kept:
-        return Shareable(queue, kept)
     running = replace(
         running, residences=tuple(residences), counts=replace(running.counts, num_covered=frozen(covered))
     )

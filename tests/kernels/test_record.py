@@ -55,7 +55,14 @@ def total(value: Outer) -> Tensor:
 
 
 def test_a_record_can_not_be_changed() -> None:
-    for value, field in ((outer(), "size"), (Shape(3), "num_tokens"), (outer(), "another")):
+    replaced = replace(outer(), size=3)
+    for value, field in (
+        (outer(), "size"),
+        (Shape(3), "num_tokens"),
+        (outer(), "another"),
+        (replaced, "size"),
+        (outer(), "__class__"),
+    ):
         with pytest.raises((attrs.exceptions.FrozenInstanceError, AttributeError)):
             setattr(value, field, 4)
 
@@ -70,16 +77,19 @@ def test_a_record_is_built_by_place_or_by_name_with_defaults() -> None:
             Inner(**wrong)
 
 
-def test_replace_keeps_what_is_not_named_and_refuses_unknown_names() -> None:
+@pytest.mark.parametrize("is_checked", [True, False])
+def test_replace_keeps_what_is_not_named_and_refuses_unknown_names(is_checked: bool) -> None:
     value = outer()
 
-    changed = assert_pure(replace, value, size=7)
+    with checks.checked() if is_checked else checks.unchecked():
+        changed = assert_pure(replace, value, size=7)
 
-    assert changed.size == 7
-    assert changed.inner is value.inner
-    assert changed.pieces is value.pieces
-    with pytest.raises(TypeError, match="siez"):
-        replace(value, siez=7)
+        assert type(changed) is Outer
+        assert changed.size == 7
+        assert changed.inner is value.inner
+        assert changed.pieces is value.pieces
+        with pytest.raises(TypeError, match="siez"):
+            replace(value, siez=7)
 
 
 def test_records_of_data_are_compared_by_identity_and_static_ones_by_value() -> None:
@@ -165,8 +175,11 @@ def test_converters_and_post_init_are_called() -> None:
                 raise ValueError("no items")
 
     assert Sorted([3, 1]).items == (1, 3)  # type: ignore[arg-type]
+    assert replace(Sorted((1,)), items=[5, 4]).items == (4, 5)
     with pytest.raises(ValueError, match="no items"):
         Sorted(())
+    with pytest.raises(ValueError, match="no items"):
+        replace(Sorted((1,)), items=())
 
 
 @pytest.mark.parametrize(
@@ -220,6 +233,8 @@ def test_shapes_are_checked_across_the_fields_of_a_record_in_tests() -> None:
         GroupMetadata(block_table=table, slot_mapping=slots.float())
     with pytest.raises(TypeCheckError):
         GroupMetadata(block_table=table[0], slot_mapping=slots)
+    with pytest.raises(TypeCheckError):
+        replace(GroupMetadata(block_table=table, slot_mapping=slots), block_table=table[0])
     with checks.unchecked():
         GroupMetadata(block_table=table[0], slot_mapping=slots)
     with pytest.raises(TypeCheckError):

@@ -18,7 +18,8 @@ from purestep.pure.arrays import (
     filled,
     frozen,
     start_loc,
-    with_item,
+    with_copy,
+    with_entry,
     with_items,
 )
 from tests.laws import assert_pure, equal
@@ -57,16 +58,24 @@ def test_with_items_gives_the_same_object_exactly_when_nothing_changes(
 
 
 @given(columns, st.data())
-def test_a_single_item_is_set_as_several_are(column: Any, data: st.DataObject) -> None:
-    index = data.draw(st.integers(0, len(column) - 1))
-    value = data.draw(npst.arrays(column.dtype, 1))
+def test_a_single_item_is_copied_as_several_are_set(column: Any, data: st.DataObject) -> None:
+    index, source = (data.draw(st.integers(0, len(column) - 1)) for _ in range(2))
 
-    result = assert_pure(with_item, frozen(column), index, value[0])
+    result = assert_pure(with_copy, frozen(column), index, source)
 
-    expected = with_items(column, [index], value)
+    expected = with_items(column, [index], column[[source]])
     assert (result is column) == (expected is column)
     assert equal(expected, result)
     assert not result.flags.writeable
+
+
+@given(st.lists(st.integers(), min_size=1), st.data())
+def test_an_entry_of_a_tuple_is_exchanged(items: list[int], data: st.DataObject) -> None:
+    index = data.draw(st.integers(0, len(items) - 1))
+
+    result = assert_pure(with_entry, tuple(items), index, None)
+
+    assert list(result) == [None if place == index else item for place, item in enumerate(items)]
 
 
 @given(columns, st.data())

@@ -128,6 +128,14 @@ class TestGoBack:
 
 
 class TestFork:
+    def test_all_forks_of_a_request_have_the_tokens_that_its_first_one_had_written_down(self) -> None:
+        made = running(10, num_steps=3)
+        made.fork("a", "b")
+        made.fork("a", "c")
+        parent, *forks = [state.tokens for state in made.queue.running.states]
+        assert len(parent) == 13
+        assert all(tokens is parent for tokens in forks)
+
     def test_it_is_pure(self) -> None:
         made = running(10)
         forked = assert_pure(fork, made.queue, "a", "b", arrival=9, stream=5)

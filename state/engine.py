@@ -34,7 +34,6 @@ from purestep.state.progress import progress as progress_bar
 from purestep.state.results import RequestOutput
 from purestep.state.setup import (
     AnyDrafter,
-    Sizes,
     Source,
     bind,
     capture,
@@ -46,6 +45,7 @@ from purestep.state.setup import (
     usable_device,
     with_drafter_of,
 )
+from purestep.state.sizes import Sizes
 from purestep.state.submission import (
     Prompt,
     check_request,
@@ -101,7 +101,7 @@ class Engine:
         steps_ahead = default_steps_ahead if wanted.steps_ahead is None else wanted.steps_ahead
         config = scheduler_config(self.limits, wanted, steps_ahead=steps_ahead, drafter=drafter)
         queue = make_queue(config)
-        bound = bind(self._loaded, self.limits, kv_config, graph_api=graph_api, **how)
+        bound = bind(self._loaded, self.limits, kv_config, wanted, graph_api=graph_api, **how)
         self.capture_report = capture(bound, keys, wanted)
         grammars = Grammars(self._loaded, vocab_size=self.limits.vocab_size)
         self._turns = Turns(bound, self.limits, queue, keys, grammars, steps_ahead, host_drafter)

@@ -1,5 +1,7 @@
 """Paged attention: this step's keys and values are written first, then every query attends."""
 
+from typing import Any
+
 from torch import Tensor
 
 from purestep.kernels.reference import compositions
@@ -131,5 +133,5 @@ def _attend(
         if not is_few:
             return others, kv
     tile = short_tile(q.dtype, dim, group)
-    how = {"max_seq_len": max_seq_len, "form": form, "tile": tile, "kv_scales": kv_scales}
+    how: Any = {"max_seq_len": max_seq_len, "form": form, "tile": tile, "kv_scales": kv_scales}
     return short(q, kv, *batch, **how, out=others), kv

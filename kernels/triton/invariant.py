@@ -1,5 +1,7 @@
 """Attention of the batch-invariant set: one tile for every batch, heads turned by one kernel."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -89,5 +91,5 @@ def _attend(
         return q.new_zeros(q.shape), kv
     tile = tile_for(q.dtype, q.shape[2], q.shape[1] // kv.shape[3])
     form = score_form(scale, soft_cap, sliding_window)
-    how = {"form": form, "tile": tile, "kv_scales": kv_scales, "fuses": False}
+    how: Any = {"form": form, "tile": tile, "kv_scales": kv_scales, "fuses": False}
     return mixed(q, kv, query_start_loc, seq_lens, block_table, **how), kv

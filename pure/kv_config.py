@@ -7,6 +7,7 @@ Source: vllm/v1/core/kv_cache_utils.py, vllm/v1/worker/gpu_model_runner.py initi
 """
 
 from collections.abc import Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -22,14 +23,16 @@ from purestep.pure.records.kv_config import (
 )
 
 FP8 = torch.float8_e4m3fn
-KV_CACHE_DTYPES = {  # by upstream's names; auto: the model's
-    "auto": None,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp8": FP8,
-    "fp8_e4m3": FP8,
-}
+KV_CACHE_DTYPES = MappingProxyType(  # by upstream's names; auto: the model's
+    {
+        "auto": None,
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+        "fp8": FP8,
+        "fp8_e4m3": FP8,
+    }
+)
 MIN_BLOCKS = 2  # the null block, and one that can be given away
 NHD = (
     0,

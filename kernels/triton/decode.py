@@ -229,8 +229,7 @@ def _decode(
         blocks = tl.load(table + key // BLOCK_SIZE, mask=key // BLOCK_SIZE < num_columns, other=0)
     token, length = _query_of(query_start_loc, seq_lens, place, num_reqs, table_columns * BLOCK_SIZE)
     first, used = _seen(length, parts, KEYS, WINDOW)
-    row = tl.arange(0, ROWS)
-    lane = tl.arange(0, WIDTH)[None, :]
+    row, lane = tl.arange(0, ROWS), tl.arange(0, WIDTH)[None, :]
     mask = (row < GROUP)[:, None] & (lane < DIM)
     head = group * GROUP + row
     past = length - 1

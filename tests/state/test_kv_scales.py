@@ -16,6 +16,8 @@ from purestep.pure.dispatch import dispatch_keys
 from purestep.pure.drafters.draft_model import draft_model
 from purestep.pure.errors import InvalidParameterError, KVCacheConfigError
 from purestep.pure.initial import initial_state
+from purestep.pure.models.initialize import random_params, tiny_config
+from purestep.pure.models.llama import llama
 from purestep.pure.record import replace
 from purestep.pure.records.batch import BatchLimits
 from purestep.pure.records.dispatch import CUDAGraphMode, DispatchConfig
@@ -29,6 +31,7 @@ from purestep.state.setup import check_fp8, graph_keys
 from purestep.state.sizes import Sizes
 from tests.laws import equal
 from tests.profiles import examples
+from tests.pure.models.test_module import toy
 from tests.state.fake_graphs import FakeGraphs
 from tests.tiny import Loop, cached_requests, new_request, scheduled, tiny_llama
 
@@ -372,6 +375,39 @@ def test_layers_of_a_drafter_have_scales_of_their_own_and_change_no_token() -> N
             (result,) = own.step()
         assert [result.token_ids] == tokens(plain, [FIRST])
         assert equal(scales(own), found)
+
+
+def test_layers_of_a_torch_module_have_scales_too() -> None:
+    """The first layer's are those of the module's own keys and values."""
+    module, model, params = toy()
+    prompt = (3, 14, 15, 9, 26)
+    sizes: dict[str, Any] = {"kv_cache_dtype": "fp8", "calculate_kv_scales": True, "kv_cache_bytes": 2**14}
+    with Engine((model, params), dtype=torch.float64, block_size=4, max_model_len=32, **sizes) as own:
+        tokens(own, [prompt])
+        found = scales(own)
+    x = module.embed(torch.tensor(prompt)) + module.place(torch.arange(len(prompt)))
+    _, k, v = module.mix[0](x).chunk(3, -1)
+    largest = torch.stack([k.abs().max(), v.abs().max()]).float()
+    torch.testing.assert_close(found[0], largest / 448, rtol=1e-6, atol=0)
+    assert not (found[1] == 1).any()
+
+
+@pytest.mark.gpu
+def test_graphs_read_the_scales_that_the_first_step_has_made() -> None:
+    """They were captured before it: the tokens of steps without graphs, in kernels of the same bits in any batch."""
+    from purestep.kernels.triton import cuda_invariant
+
+    config = tiny_config(hidden_size=128)
+    model, params = llama(config), random_params(config, seed=1, std=0.3)
+    found, prompts = [], [FIRST, (1, 2, 3), (7, 7, 2, 9, 11)]
+    for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY):
+        with Engine(
+            (model, params), dtype=torch.bfloat16, device="cuda", kernels=cuda_invariant(), cudagraph_mode=mode,
+            kv_cache_bytes=2**20, kv_cache_dtype="fp8", calculate_kv_scales=True, max_num_reqs=4,
+        ) as own:  # fmt: skip
+            found.append((tokens(own, prompts), scales(own).tolist()))
+    assert found[0] == found[1]
+    assert all(scale not in (0.0, 1.0) for layer in found[0][1] for scale in layer)
 
 
 def test_scales_lie_in_one_place_of_a_class_of_their_own() -> None:

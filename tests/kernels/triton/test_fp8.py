@@ -75,7 +75,7 @@ def check(
         torch.testing.assert_close(keys[real], pair[real, 0].float(), rtol=1 / 8, atol=2**-9)
         wanted[slots // size, 0, slots % size] = bits[slots // size, 0, slots % size]
         assert equal(bits[1:], wanted[1:])
-        pair = written[slots // size, :, slots % size]
+        pair = bits[slots // size, :, slots % size].view(FP8)
     k, v = (pair.double() * own.double()[:, None, None]).unbind(1)
     seen = attrs.evolve(case, tensors=t | {"k": k, "v": v, "kv": kv.double() * planes(own.double())})
     expected = seen.expected()
@@ -161,8 +161,11 @@ def test_what_is_written_are_the_references_bits(seed: int, dtype: torch.dtype, 
     own = torch.tensor([scale, 3 * scale], device=DEVICE)
     kv = torch.zeros(len(x) // 16 + 2, 2, 16, 2, 16, device=DEVICE).to(FP8)
     write_kv(kv, x, x, torch.arange(len(x), device=DEVICE) + 16, own)
-    found = kv[1:].transpose(1, 2).flatten(0, 1)[: len(x)]
-    assert equal(found, stored(torch.stack((x, x), 1), own[:, None, None], FP8))
+    found = kv.view(torch.uint8)[1:].transpose(1, 2).flatten(0, 1)[: len(x)]
+    wanted = stored(torch.stack((x, x), 1), own[:, None, None], FP8).view(torch.uint8)
+    nan = wanted & 0x7F == 0x7F  # its sign may be lost
+    assert equal(found & 0x7F == 0x7F, nan)
+    assert equal(found[~nan], wanted[~nan])
     assert LARGEST_FP8.value == torch.finfo(FP8).max
 
 
@@ -173,11 +176,12 @@ def test_blocks_are_copied_and_zeroed(blocks: list[int]) -> None:
         torch.tensor(part, device=DEVICE) for part in (blocks[:3], blocks[1:4], blocks[4:])
     )
     kv = torch.arange(6 * 64, dtype=torch.int32, device=DEVICE).to(torch.uint8).view(6, 2, 4, 2, 4).view(FP8)
-    want = reference.zero_blocks(reference.copy_blocks(kv, source, target), zeroed)
+    on_host = [x.cpu() for x in (source, target, zeroed)]
+    want = reference.zero_blocks(reference.copy_blocks(kv.cpu(), *on_host[:2]), on_host[2])
     kernels = cuda_donating()
     assert kernels.copy_blocks(kv, source, target) is kv
     assert kernels.zero_blocks(kv, zeroed) is kv
-    assert equal(kv, want)
+    assert equal(kv.cpu(), want)
 
 
 def test_caches_and_scales_that_do_not_belong_together_are_refused() -> None:

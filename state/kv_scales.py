@@ -49,7 +49,7 @@ class DueScales:
             block_table: Tensor,
             slot_mapping: Tensor,
             *,
-            kv_scales: Tensor,
+            kv_scales: Tensor | None = None,
             **how: Any,
         ) -> tuple[Tensor, Tensor]:
             self._calculate(kernels, k, v, kv, slot_mapping, kv_scales)
@@ -59,14 +59,22 @@ class DueScales:
         def attend_qkv(_: Kernels, qkv: Tensor, kv: Tensor, *batch: Tensor, **how: Any) -> Any:
             turn = {name: how.get(name) for name in ("cos", "sin", "q_gain", "k_gain", "eps")}
             k, v = turned_heads(kernels, qkv, kv, **turn)[1:]  # type: ignore[arg-type]
-            self._calculate(kernels, k, v, kv, batch[-1], how["kv_scales"])
+            self._calculate(kernels, k, v, kv, batch[-1], how.get("kv_scales"))
             return kernels.attend_qkv(kernels, qkv, kv, *batch, **how)
 
         return replace(kernels, attend=attend, attend_qkv=attend_qkv)
 
     def _calculate(
-        self, kernels: Kernels, k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor, kv_scales: Tensor
+        self,
+        kernels: Kernels,
+        k: Tensor,
+        v: Tensor,
+        kv: Tensor,
+        slot_mapping: Tensor,
+        kv_scales: Tensor | None,
     ) -> None:
+        if kv_scales is None:
+            return  # the kernels refuse that by name
         layer = kv_scales.storage_offset() // 2
         if layer in self._due - self._calculated:
             kv_scales.copy_(kernels.scales_of(k, v, slot_mapping >= kv.shape[2]))  # block 0 is nobody's

@@ -142,7 +142,7 @@ def check_fp8(device: torch.device) -> None:
     if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
         raise InvalidParameterError(
             f"kv_cache_dtype='fp8' on a GPU of capability {found}: e4m3 numbers need {FP8_CAPABILITY} or more; use "
-            "'auto', or kernels=purestep.kernels.donating.donating"
+            "'auto', or 'float16'"
         )
 
 

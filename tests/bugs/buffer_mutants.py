@@ -107,7 +107,7 @@ class AlwaysDue(DueScales):
 
 
 class OfPadding(DueScales):
-    def _calculate(self, kernels: Kernels, k: Tensor, v: Tensor, kv: Tensor, *rest: Tensor) -> None:
+    def _calculate(self, kernels: Kernels, k: Tensor, v: Tensor, kv: Tensor, *rest: Any) -> None:
         super()._calculate(kernels, k, v, kv[:, :, :0], *rest)
 
 

@@ -54,9 +54,8 @@ def attend(
     batch = (query_start_loc, seq_lens, block_table)
     if kv_scales is None:
         return _attended(q, k, v, kv, *batch, ScoreForm(scale, sliding_window, soft_cap)), kv
-    k_scale, v_scale = (
-        kv_scales.tolist()
-    )  # which scores and outputs are multiplied by, instead of keys and values
+    # Scores and outputs are multiplied by the scales, instead of keys and values.
+    k_scale, v_scale = kv_scales.tolist()
     out = _attended(q, k, v, kv, *batch, ScoreForm(scale * k_scale, sliding_window, soft_cap))
     return out.mul_(v_scale), kv
 

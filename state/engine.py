@@ -98,6 +98,7 @@ class Engine:
         self._loaded = with_drafter_of(loaded, drafter, draft_params, dtype=dtype, device=place)
         how: Any = {"device": place, "kernels": kernels, "drafter": drafter}
         kv_config = kv_cache_of(self._loaded, wanted, dtype=dtype, **how)
+        self._kv_config = kv_config
         self.limits = limits_of(self._loaded, kv_config, wanted, seed=seed, drafter=drafter)
         if graph_api is None and place.type == "cuda" and wanted.cudagraph_mode is not CUDAGraphMode.NONE:
             graph_api = CudaGraphs(place)
@@ -107,7 +108,7 @@ class Engine:
         steps_ahead = default_steps_ahead if wanted.steps_ahead is None else wanted.steps_ahead
         config = scheduler_config(self.limits, wanted, steps_ahead=steps_ahead, drafter=drafter)
         queue = make_queue(config)
-        bound = bind(self._loaded, self.limits, kv_config, graph_api=graph_api, **how)
+        bound = bind(self._loaded, self.limits, kv_config, wanted, graph_api=graph_api, **how)
         unroll = unroll_of(wanted, place, drafter)
         self.capture_report = capture(bound, keys, wanted, unroll=unroll)
         grammars = Grammars(self._loaded, vocab_size=self.limits.vocab_size)
@@ -357,10 +358,11 @@ class Engine:
         self.close()
 
     def __repr__(self) -> str:
-        queue = self._turns.now.queue
+        queue, cache, num_blocks = self._turns.now.queue, self._kv_config, self.limits.num_blocks[0] - 1
         return (
             f"Engine({self._loaded.name}, {len(queue.running)} running, {len(queue.waiting)} waiting, "
-            f"{self.num_free_blocks} of {self.limits.num_blocks[0] - 1} blocks free)"
+            f"{self.num_free_blocks} of {num_blocks} blocks free; {num_blocks * cache.block_sizes[0]:,} tokens in "
+            f"{cache.num_bytes:,} bytes of {str(cache.specs[0].dtype).removeprefix('torch.')})"
         )
 
     @property

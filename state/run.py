@@ -99,28 +99,35 @@ def run(
             f"a plan of {bounds.num_steps} steps, and graphs of {key.num_steps}: give a key of as many, or none"
         )
     buffers, captured = bound.buffers, bound.captured
+    kernels, key = now_running(bound, key)
     state = begin(bound, leased, plan)
     if key is not None and key.sampler is not None:
         assert captured is not None, "a key was given for a step without graphs"
         sent = captured.replay(key)
     else:
         with torch.no_grad():
-            state, output = _launched(bound, state, bounds.num_steps, key)
+            state, output = _launched(bound, state, bounds.num_steps, key, kernels)
             sent = to_host(output)
     return buffers.adopt(state, plan.batch), Pending(plan.batch, sent)
 
 
 def _launched(
-    bound: BoundStep, state: StepState, num_steps: int, key: GraphKey | None
+    bound: BoundStep, state: StepState, num_steps: int, key: GraphKey | None, kernels: Kernels
 ) -> tuple[StepState, StepOutput]:
     """Steps launched from the host: of the model's captured pieces where there is a key, else kernel by kernel."""
-    model, params, kernels, drafter = bound.model, bound.prepared, bound.kernels, bound.drafter
+    model, params, drafter = bound.model, bound.prepared, bound.drafter
     if key is None:
         state, outputs = unroll(model, params, state, num_steps, kernels=kernels, drafter=drafter)
         return state, joined(outputs)
     assert bound.captured is not None, "a key was given for a step without graphs"
     executed = execute(model, params, state, kernels=kernels, call=bound.captured.pieces(key).call)
     return propose(drafter, params, executed, *sample(executed, kernels=kernels), kernels=kernels)
+
+
+def now_running(bound: BoundStep, key: GraphKey | None) -> tuple[Kernels, GraphKey | None]:
+    """The kernels of the step that begins, and its graphs: none while scales are due, on whatever padding it has."""
+    due = bound.buffers.due_scales
+    return (due.calculating(bound.kernels), None) if due else (bound.kernels, key)
 
 
 def begin(bound: BoundStep, leased: Leased, plan: StepPlan) -> StepState:

@@ -14,7 +14,7 @@ from purestep.pure.dispatch import capture_descriptors, dispatch_keys
 from purestep.pure.drafters.joined import with_draft_params, with_drafter
 from purestep.pure.errors import InvalidParameterError, KVCacheConfigError
 from purestep.pure.graph_modes import has_pieces, resolve_cudagraph_mode
-from purestep.pure.kv_config import MIN_BLOCKS, kv_cache_config
+from purestep.pure.kv_config import FP8, MIN_BLOCKS, kv_cache_config, kv_cache_dtype
 from purestep.pure.models.model import Model
 from purestep.pure.padding import capture_layout
 from purestep.pure.record import replace
@@ -39,6 +39,7 @@ from purestep.state.sizes import GREEDY_SHAPE, RANDOM_SHAPE, UNROLL, UNROLLED_RE
 from purestep.state.weights import placed
 
 DEFAULT_KV_CACHE_BYTES = 512 * 2**20
+FP8_CAPABILITY = (8, 9)
 AnyDrafter = Drafter | HostDrafter | None
 Source = str | Path | LoadedModel | tuple[Model, Params] | None
 
@@ -118,7 +119,8 @@ def kv_cache_of(
     `memory` is that of the device; without a GPU it is not asked.
 
     Raises:
-        InvalidParameterError: a cache too small for one block beside the null block, or no type for keys and values.
+        InvalidParameterError: a cache too small for one block beside the null block, or no type for keys and values,
+            or not on this device.
         DeviceMemoryError: the trial run finds no memory left.
     """
     layers, num_bytes = loaded.model.kv_layers, sizes.kv_cache_bytes
@@ -127,15 +129,17 @@ def kv_cache_of(
             f"dtype={dtype}: keys and values are floating-point numbers; use float32 or bfloat16"
         )
     num_groups = 1 + max((layer.group for layer in layers), default=0)
+    dtype = kv_cache_dtype(sizes.kv_cache_dtype, dtype)
+    if dtype == FP8 and kernels is None:
+        check_fp8(device)
     config = partial(kv_cache_config, layers, block_sizes=(sizes.block_size,) * num_groups, dtype=dtype)
     if memory is None and device.type == "cuda":
         memory = CudaMemory(device)
     if num_bytes is None and memory is not None:
         smallest = config(max_num_blocks=MIN_BLOCKS)
         limits = limits_of(loaded, smallest, sizes, seed=0, drafter=drafter)
-        bound = bind(
-            loaded, limits, smallest, device=device, kernels=kernels, graph_api=None, drafter=drafter
-        )
+        how: Any = {"device": device, "kernels": kernels, "graph_api": None, "drafter": drafter}
+        bound = bind(loaded, limits, smallest, sizes, **how)
         compile_steps(bound, profile_layouts(limits, sizes.max_num_batched_tokens))
         num_bytes = determine_available_memory(
             bound,
@@ -152,6 +156,19 @@ def kv_cache_of(
         raise InvalidParameterError(
             f"kv_cache_bytes={num_bytes}, block_size={sizes.block_size}: {error}"
         ) from error
+
+
+def check_fp8(device: torch.device) -> None:
+    """Nothing, if the kernels of this device store numbers of eight bits.
+
+    Raises:
+        InvalidParameterError: a GPU without them.
+    """
+    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
+        raise InvalidParameterError(
+            f"kv_cache_dtype='fp8' on a GPU of capability {found}: e4m3 numbers need {FP8_CAPABILITY} or more; use "
+            "'auto', or 'float16'"
+        )
 
 
 def limits_of(
@@ -283,6 +300,7 @@ def bind(
     loaded: LoadedModel,
     limits: BatchLimits,
     kv_config: KVCacheConfig,
+    sizes: Sizes,
     *,
     device: torch.device,
     kernels: Kernels | None,
@@ -293,7 +311,14 @@ def bind(
     if kernels is None:
         kernels = cuda_kernels() if device.type == "cuda" else donating
     own = drafter if isinstance(drafter, Drafter) else None
-    buffers = PersistentBuffers(loaded.model, limits, kv_config=kv_config, device=device, drafter=own)
+    buffers = PersistentBuffers(
+        loaded.model,
+        limits,
+        kv_config=kv_config,
+        device=device,
+        drafter=own,
+        calculate_kv_scales=sizes.calculate_kv_scales,
+    )
     return BoundStep(
         buffers=buffers,
         model=loaded.model,

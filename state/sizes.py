@@ -3,8 +3,10 @@
 from typing import Any
 
 import attrs
+import torch
 
-from purestep.pure.errors import InvalidParameterError
+from purestep.pure.errors import InvalidParameterError, KVCacheConfigError
+from purestep.pure.kv_config import FP8, kv_cache_dtype
 from purestep.pure.records.dispatch import CUDAGraphMode
 from purestep.pure.records.layout import SamplerShape
 
@@ -51,6 +53,8 @@ class Sizes:
 
     kv_cache_bytes: int | None = None  # None: what gpu_memory_utilization leaves; without a GPU 512 MiB
     gpu_memory_utilization: float = 0.9  # share of a GPU's memory that may be in use, by anybody
+    kv_cache_dtype: str = "auto"  # the model's own; or a name of KV_CACHE_DTYPES: fp8 takes a byte a number
+    calculate_kv_scales: bool = False  # of fp8: by the first step; else what is beyond 448 is cut off there
     block_size: int = 16
     max_model_len: int | None = None
     max_num_reqs: int = 64
@@ -88,4 +92,13 @@ class Sizes:
         ):
             raise InvalidParameterError(
                 f"capture_sizes={sizes!r}: give a tuple of numbers of tokens, whole and ascending, or None"
+            )
+        try:
+            has_scales = kv_cache_dtype(self.kv_cache_dtype, torch.float32) == FP8
+        except KVCacheConfigError as error:
+            raise InvalidParameterError(str(error)) from error
+        if self.calculate_kv_scales and not has_scales:
+            raise InvalidParameterError(
+                f"calculate_kv_scales with kv_cache_dtype={self.kv_cache_dtype!r}: only 'fp8' is stored by scales; ask "
+                "for that type, or for no scales"
             )

@@ -30,7 +30,7 @@ from purestep.pure.sampling_extras import sampling_extras
 from purestep.state.graphs import GraphKey
 from purestep.state.lease import Leased, Lender
 from purestep.state.pending import Pending, ToHost, to_host
-from purestep.state.run import BoundStep, begin
+from purestep.state.run import BoundStep, begin, now_running
 from purestep.state.staging import upload
 
 
@@ -111,6 +111,7 @@ def execute(
         raise DispatchError(
             f"a plan of {num_steps} steps at once has no halves: give it to run, or schedule single steps"
         )
+    kernels, key = now_running(bound, key)
     with torch.no_grad():
         state = begin(bound, leased, plan)
         verifies = tell_drafts and plan.batch.layout.bounds.num_drafts
@@ -121,7 +122,7 @@ def execute(
             executed = ExecuteModelState(state, half.inputs, half.logits, half.hidden_states)
         else:
             call: Any = apply if key is None else bound.captured.pieces(key).call  # type: ignore[union-attr]
-            how: Any = {"kernels": bound.kernels, "call": call, "intermediate": intermediate}
+            how: Any = {"kernels": kernels, "call": call, "intermediate": intermediate}
             executed = step.execute(bound.model, bound.prepared, state, **how)
     return Executed(bound.buffers.adopt(executed.state, plan.batch), executed, key, drafts)
 
@@ -144,6 +145,7 @@ def sample(
         StaleStateError: it was sampled before, or is on other buffers.
     """
     value, buffers = _checked(bound, executed), bound.buffers
+    kernels, _ = now_running(bound, None)
     buffers.begin(executed.generation)
     with torch.no_grad():
         if grammar is not None:
@@ -160,7 +162,7 @@ def sample(
                 extras = sampling_extras(executed.batch)
             moved = None if extras is None else extras.to(buffers.device)
             sampled = step.sample(value, kernels=bound.kernels, extras=moved)
-            state, output = propose(bound.drafter, bound.prepared, value, *sampled, kernels=bound.kernels)
+            state, output = propose(bound.drafter, bound.prepared, value, *sampled, kernels=kernels)
             sent = to_host(output)
         else:
             state, sent = value.state, bound.captured.replay(key)  # type: ignore[union-attr]

@@ -19,7 +19,6 @@ from purestep.pure.errors import (
     InvalidRequestError,
     StaleStateError,
 )
-from purestep.pure.records.dispatch import CUDAGraphMode
 from purestep.pure.records.drafter import HostDrafter
 from purestep.pure.records.params import Params
 from purestep.pure.records.sampling_params import SamplingParams
@@ -28,7 +27,7 @@ from purestep.state.book import Book, add, fork, unused_stream
 from purestep.state.calls import Call, submitted
 from purestep.state.engine_moment import EngineMoment
 from purestep.state.grammars import Grammars
-from purestep.state.graph_api import CudaGraphs, GraphApi
+from purestep.state.graph_api import GraphApi
 from purestep.state.loading.chat import render_chat
 from purestep.state.loading.tokenizer import Tokenizer
 from purestep.state.progress import progress as progress_bar
@@ -39,8 +38,8 @@ from purestep.state.setup import (
     as_dtype,
     bind,
     capture,
-    check_graphs,
     dispatch_keys_of,
+    graphs_for,
     kv_cache_of,
     limits_of,
     resolve,
@@ -93,15 +92,12 @@ class Engine:
     ) -> None:
         wanted, dtype = Sizes(**sizes), as_dtype(dtype)
         place = usable_device(device)
-        check_graphs(wanted, place, graph_api)
+        graph_api = graphs_for(wanted, place, graph_api)
         loaded = resolve(model, dtype=dtype, device=place, tokenizer=tokenizer)
         self._loaded = with_drafter_of(loaded, drafter, draft_params, dtype=dtype, device=place)
         how: Any = {"device": place, "kernels": kernels, "drafter": drafter}
-        kv_config = kv_cache_of(self._loaded, wanted, dtype=dtype, **how)
-        self._kv_config = kv_config
+        self._kv_config = kv_config = kv_cache_of(self._loaded, wanted, dtype=dtype, **how)
         self.limits = limits_of(self._loaded, kv_config, wanted, seed=seed, drafter=drafter)
-        if graph_api is None and place.type == "cuda" and wanted.cudagraph_mode is not CUDAGraphMode.NONE:
-            graph_api = CudaGraphs(place)
         keys = dispatch_keys_of(self._loaded.model, self.limits, wanted)
         host_drafter = drafter if isinstance(drafter, HostDrafter) else None
         default_steps_ahead = 1 if place.type == "cuda" and host_drafter is None else 0

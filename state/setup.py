@@ -28,7 +28,7 @@ from purestep.pure.records.queue import SchedulerConfig
 from purestep.state.buffers import PersistentBuffers
 from purestep.state.compilation import compile_steps
 from purestep.state.device_memory import CudaMemory, DeviceMemory
-from purestep.state.graph_api import GraphApi
+from purestep.state.graph_api import CudaGraphs, GraphApi
 from purestep.state.graphs import CaptureReport, GraphKey
 from purestep.state.loading.load import load_model
 from purestep.state.loading.loaded import LoadedModel
@@ -74,16 +74,21 @@ def usable_device(device: torch.device | str) -> torch.device:
     return place
 
 
-def check_graphs(sizes: Sizes, device: torch.device, graph_api: GraphApi | None) -> None:
-    """Graphs are asked for where there are any.
+def graphs_for(sizes: Sizes, device: torch.device, given: GraphApi | None) -> GraphApi | None:
+    """The graphs that were given, or the device's own if it has any and they are wanted.
 
     Raises: InvalidParameterError for a mode that wants them where there are none.
     """
     mode = sizes.cudagraph_mode
-    if mode and graph_api is None and device.type != "cuda":
+    if given is not None or mode is CUDAGraphMode.NONE:
+        return given
+    if device.type == "cuda":
+        return CudaGraphs(device)
+    if mode is not None:
         raise InvalidParameterError(
             f"cudagraph_mode={mode.name} on {device}: only CUDA has graphs: use device='cuda', or leave the mode out"
         )
+    return None
 
 
 def resolve(source: Source, *, dtype: torch.dtype, device: torch.device, tokenizer: Any) -> LoadedModel:

@@ -85,11 +85,16 @@ def test_captured_steps_and_steps_ahead_give_the_tokens_of_plain_ones(
 ) -> None:
     """With drafts too, of the host (no steps ahead) or the device, of which some requests have fewer than others."""
     api = FakeGraphs() if captured else None
-    how = {"max_num_batched_tokens": budget, "kv_cache_bytes": num_blocks * 1024, "steps_ahead": steps_ahead}
+    how: dict[str, Any] = {
+        "max_num_batched_tokens": budget,
+        "kv_cache_bytes": num_blocks * 1024,
+        "steps_ahead": steps_ahead,
+    }
+    how["unroll"] = 1 if num_drafts else unroll  # one or the other
     if num_drafts:
         how["drafter"] = (ngram if steps_ahead else ngram_on_host)(num_drafts=num_drafts, min_n=1, max_n=2)
 
-    assert tokens(prompts, params, graph_api=api, unroll=unroll, **how) == tokens(prompts, params)
+    assert tokens(prompts, params, graph_api=api, **how) == tokens(prompts, params)
 
 
 def test_decode_batches_are_replayed_and_padded_to_what_was_captured() -> None:

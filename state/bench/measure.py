@@ -180,7 +180,7 @@ class Bench:
                 host = Row(bench="host", shape=wanted.name, batch=batch, unit="us", value=None, facts=facts)
                 yield attrs.evolve(host, level="step", value=run_us(turns, method, self.clock))
                 unroll = steps_at_once(engine, batch, SAMPLINGS["decode"])
-                facts |= {"unroll": unroll}
+                facts = {**facts, "unroll": unroll}
                 yield attrs.evolve(host, value=turn_us(turns, method, self.clock), facts=facts)
 
     def prefill_row(self, generate: Generate, peer: Peer | None = None) -> Row:

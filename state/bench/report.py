@@ -95,7 +95,9 @@ def label(row: Row) -> str:
         ("host", "engine"): ", a turn",
         ("decode", "step"): ", bare step",
     }
-    return f"{row.bench} x {row.batch}{parts.get((row.bench, row.level), '')}"
+    unroll = row.facts.get("unroll", 1)
+    at_once = f", {unroll} a launch" if unroll > 1 else ""
+    return f"{row.bench} x {row.batch}{parts.get((row.bench, row.level), '')}{at_once}"
 
 
 def _compared(row: Row, other: Row | None) -> str:

@@ -73,7 +73,6 @@ def both(unroll: int, doing: Callable[[Engine], Any], **changes: Any) -> tuple[A
     st.integers(0, 2),
 )
 def test_results_are_those_of_single_steps_to_the_last_bit(
-    unchecked_records: None,
     asked: list[tuple[tuple[int, ...], SamplingParams]],
     unroll: int,
     steps_ahead: int,

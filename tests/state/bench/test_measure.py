@@ -76,6 +76,13 @@ def test_rows_are_plain_json_with_the_number_under_its_unit(rows: list[Row]) -> 
             assert ("version" in plain) == (row.who == "transformers")
 
 
+def test_our_decode_rows_say_how_many_steps_a_launch_is_of(rows: list[Row]) -> None:
+    for row in rows:
+        has_steps = row.who == "purestep" and row.bench in ("decode", "sampled")
+        has_turns = row.bench == "host" and row.level == "engine"
+        assert row.facts.get("unroll") == (1 if has_steps or has_turns else None)
+
+
 def test_bounds_are_those_of_the_rates(rows: list[Row]) -> None:
     config, layers = SHAPES["tiny"], load(TINY).model.kv_layers
     for row in rows:

@@ -12,7 +12,7 @@ from purestep.pure.models.initialize import random_params
 from purestep.pure.models.llama import llama
 from purestep.pure.record import replace
 from purestep.state.bench import steady
-from purestep.state.bench.engines import decode_engine, generator_of, prefill_engine
+from purestep.state.bench.engines import decode_engine, generator_of, prefill_engine, steps_at_once
 from purestep.state.bench.methods import SAMPLINGS, decode_ms, prefill_tok_s, random_prompts
 from purestep.state.bench.shapes import SHAPES
 from purestep.state.bench.steady import decoding, plans_ahead, run_us, step_ms, turn_us
@@ -54,6 +54,18 @@ def test_prompts_that_are_decoded_again_are_in_the_cache(engine: Engine) -> None
 
     # as many steps as tokens: a cached prompt gives its first token in the first step (one more may be begun ahead)
     assert set(cached[2:]) <= {SMALL.short, SMALL.short + 1, SMALL.long, SMALL.long + 1}
+
+
+@pytest.mark.parametrize("what", ["decode", "sampled"])
+def test_several_steps_may_be_one_launch(what: str) -> None:
+    with decode_engine(LOADED, TINY, SMALL, (1, 3), graph_api=FakeGraphs(), unroll=2) as engine:
+        assert steps_at_once(engine, 3, SAMPLINGS[what]) == 2
+        assert steps_at_once(engine, 3, {"temperature": 0.0, "presence_penalty": 1.0}) == 1
+        with decoding(engine, PROMPTS, SMALL) as turns:
+            before = turns.now.batch.columns.num_computed_tokens_bound.max()
+            assert turn_us(turns, SMALL, steps_of(engine)) == 1e6 / 2
+            after = turns.now.batch.columns.num_computed_tokens_bound.max()
+    assert after == before + -(-SMALL.host_steps // 2) * 2
 
 
 def test_prefill_computes_every_prompt_token_and_nothing_else() -> None:

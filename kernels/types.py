@@ -21,8 +21,9 @@ class Attend(Protocol):
     is 0, never NaN); block_table int32 [reqs, blocks of a request]; slot_mapping int64 [tokens] (padding points into
     block 0, which nothing reads). max_query_len and max_seq_len bound shapes and never change results. A query
     attends causally to the last `sliding_window` positions, itself included; scores are soft_cap * tanh(s / soft_cap)
-    where a soft cap is given. Returns out [tokens, heads, dim] and kv. Query tokens past query_start_loc[-1]
-    are padding: their output is 0.
+    where a soft cap is given. kv_scales float32 [2] are those of keys and values in a cache of float8_e4m3fn, which
+    has some where no other has any: x is stored as x / scale, cut off at 448, and read as stored * scale. Returns out
+    [tokens, heads, dim] and kv. Query tokens past query_start_loc[-1] are padding: their output is 0.
     """
 
     def __call__(
@@ -41,6 +42,7 @@ class Attend(Protocol):
         scale: float,
         sliding_window: int | None = None,
         soft_cap: float | None = None,
+        kv_scales: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -68,6 +70,7 @@ class Kernels:
     write: Function  # (table, indices, values) -> table; donates table
     copy_blocks: Function  # (kv, source, target) -> kv; donates kv
     zero_blocks: Function  # (kv, blocks) -> kv; donates kv
+    scales_of: Function  # (k, v, exists) -> scales of a cache of eight bits, float32 [2]
     # model
     prepare: Function  # (weight) -> what linear and embed of the same set take in its place
     embed: Function  # (weight, ids) -> hidden

@@ -21,7 +21,8 @@ def initial_state(
     """A state for these limits: every row inactive, every block zero, nothing laid out, nothing to absorb.
 
     It reflects `InputBatch.make_empty(limits)`. The KV cache takes, per layer, 2 * num_blocks * block_size *
-    num_kv_heads * head_dim elements of `dtype`; with `kv` it is these tensors, one a layer, made elsewhere.
+    num_kv_heads * head_dim elements of `dtype`; with `kv` it is these tensors, one a layer, made elsewhere. Where they
+    are float8_e4m3fn, every scale is 1.
     """
 
     def zeros(*size: int) -> torch.Tensor:
@@ -59,4 +60,10 @@ def initial_state(
         block_sizes=sizes,
         group_of_layer=tuple(layer.group for layer in model.kv_layers),
         acceptance_rates=limits.acceptance_rates,
+        kv_scales=torch.ones(len(kv), 2, device=device) if _has_scales(kv) else None,
     )
+
+
+def _has_scales(kv: tuple[torch.Tensor, ...]) -> bool:
+    """Whether keys and values are stored by scales: those of eight bits are."""
+    return any(layer.dtype == torch.float8_e4m3fn for layer in kv)

@@ -96,4 +96,5 @@ def build_attention_metadata(state: StepState, inputs: StepInputs, *, kernels: K
         groups=tuple(groups),
         max_query_len=bounds.max_query_len,
         max_seq_len=bounds.max_seq_len,
+        kv_scales=state.kv_scales,
     )

@@ -7,6 +7,7 @@ Source: vllm/v1/core/kv_cache_utils.py, vllm/v1/worker/gpu_model_runner.py initi
 """
 
 from collections.abc import Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -21,6 +22,17 @@ from purestep.pure.records.kv_config import (
     MultipleOf,
 )
 
+FP8 = torch.float8_e4m3fn
+KV_CACHE_DTYPES = MappingProxyType(  # by upstream's names; auto: the model's
+    {
+        "auto": None,
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+        "fp8": FP8,
+        "fp8_e4m3": FP8,
+    }
+)
 MIN_BLOCKS = 2  # the null block, and one that can be given away
 NHD = (
     0,
@@ -30,6 +42,20 @@ NHD = (
     4,
 )  # memory order of (block, keys or values, token, head, dim): a token's heads lie together
 HND = (0, 1, 3, 2, 4)  # a head's tokens lie together
+
+
+def kv_cache_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
+    """The type of keys and values in the cache, by upstream's name for it.
+
+    Raises:
+        KVCacheConfigError: no such name.
+    Source: vllm/config/cache.py CacheDType.
+    """
+    if not isinstance(name, str) or name not in KV_CACHE_DTYPES:
+        raise KVCacheConfigError(
+            f"kv_cache_dtype={name!r}: give one of {', '.join(KV_CACHE_DTYPES)}; auto is the model's own type"
+        )
+    return KV_CACHE_DTYPES[name] or model_dtype
 
 
 def group_by_window(windows: Sequence[int | None]) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ Every leaf has a class, which says who may change it:
 
 overwrite    the ledger, and what a drafter says and keeps: a new value each step
 append-only  the KV cache and token ids: what lies below a request's length stays
+once         scales of an eight-bit cache: 1, or calculated by the first real step, and the same from there on
 host-written block tables, room, sampling rows, the layout: changed only by what a plan brings
 inbox        the plan of the coming step, which `run` stages in memory of its own and `absorb` empties
 """
@@ -20,7 +21,13 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from purestep.pure.errors import DeviceMemoryError, DispatchError, FreshStorageError, StaleStateError
+from purestep.pure.errors import (
+    DeviceMemoryError,
+    DispatchError,
+    FreshStorageError,
+    KVCacheConfigError,
+    StaleStateError,
+)
 from purestep.pure.initial import initial_state
 from purestep.pure.models.model import Model
 from purestep.pure.propose import equip
@@ -34,6 +41,7 @@ from purestep.pure.records.sampling_rows import SamplingRows
 from purestep.pure.records.state import StepState
 from purestep.state.device_memory import AvailableBytes, available_bytes
 from purestep.state.kv_cache import initialize_kv_cache
+from purestep.state.kv_scales import DueScales
 from purestep.state.lease import Leased
 
 CLASSES = {
@@ -41,6 +49,7 @@ CLASSES = {
     "drafts": "overwrite",
     "kv": "append-only",
     "token_ids": "append-only",
+    "kv_scales": "once",
     "block_tables": "host-written",
     "room": "host-written",
     "sampling": "host-written",
@@ -58,7 +67,7 @@ class Buffer:
 
     @property
     def kind(self) -> str:
-        """Its class: overwrite, append-only, host-written or inbox."""
+        """Its class: overwrite, append-only, once, host-written or inbox."""
         return CLASSES[self.name.split("[")[0].split(".")[0]]
 
 
@@ -66,9 +75,11 @@ class PersistentBuffers:
     """The tensors of one StepState at fixed addresses, and the number of the last step that wrote them.
 
     The KV cache is what `kv_config` says; without one it has a tensor of `dtype` for every layer, as `initial_state`.
-    With a `drafter` they hold what it keeps too.
+    With a `drafter` they hold what it keeps too. With `calculate_kv_scales` the first real step makes the scales of an
+    eight-bit cache from its own keys and values, and runs eagerly for it; else they are 1.
 
     Raises:
+        KVCacheConfigError: scales are to be calculated, and the cache has none.
         DeviceMemoryError: they would not fit in what `available` says of the device; nothing is allocated then.
     """
 
@@ -82,6 +93,7 @@ class PersistentBuffers:
         device: torch.device | str = "cpu",
         available: AvailableBytes = available_bytes,
         drafter: Drafter | None = None,
+        calculate_kv_scales: bool = False,
     ) -> None:
         self.limits = limits
         self.device = torch.device(device)
@@ -91,6 +103,12 @@ class PersistentBuffers:
         _check_memory(shapes, limits, kv_config, self.device, available)
         kv = None if kv_config is None else initialize_kv_cache(kv_config, device=device)
         state = _equipped(initial_state(model, limits, dtype=dtype, device=device, kv=kv), drafter, limits)
+        if calculate_kv_scales and state.kv_scales is None:
+            raise KVCacheConfigError(
+                f"calculate_kv_scales with a cache of {', '.join({str(kv.dtype) for kv in state.kv}) or 'no layers'}: "
+                "only float8_e4m3fn is stored by scales; ask for that type, or for no scales"
+            )
+        self.due_scales = DueScales(range(len(state.kv)) if calculate_kv_scales else ())
         # A layout is as long as its batch; it lies at the beginning of these, where captured graphs read it.
         self._row_of_index = torch.zeros(limits.max_num_reqs, dtype=torch.int32, device=device)
         self._query_start_loc = torch.zeros(limits.max_num_reqs + 1, dtype=torch.int32, device=device)
@@ -142,6 +160,7 @@ class PersistentBuffers:
         """The state, to be written by a step. Every lease is void until `adopt` is reached."""
         state = self.read(generation)
         self._broken = "it did not reach its end"
+        self.due_scales.begin()
         return state
 
     def adopt(self, state: StepState, absorbed: InputBatch) -> Leased:
@@ -167,6 +186,7 @@ class PersistentBuffers:
             )
         self._state = state
         self._broken = None
+        self.due_scales.keep()
         self.generation += 1
         return Leased(self, self.generation, absorbed)
 
@@ -279,6 +299,8 @@ def leaves(state: StepState) -> Iterator[tuple[str, Tensor]]:
     yield "room", state.room
     for layer, kv in enumerate(state.kv):
         yield f"kv[{layer}]", kv
+    if state.kv_scales is not None:
+        yield "kv_scales", state.kv_scales
 
 
 def _storages(buffers: tuple[Buffer, ...]) -> dict[int, torch.UntypedStorage]:

@@ -34,7 +34,6 @@ from purestep.state.progress import progress as progress_bar
 from purestep.state.results import RequestOutput
 from purestep.state.setup import (
     AnyDrafter,
-    Sizes,
     Source,
     bind,
     capture,
@@ -46,6 +45,7 @@ from purestep.state.setup import (
     usable_device,
     with_drafter_of,
 )
+from purestep.state.sizes import Sizes
 from purestep.state.submission import (
     Prompt,
     check_request,
@@ -92,6 +92,7 @@ class Engine:
         self._loaded = with_drafter_of(loaded, drafter, draft_params, dtype=dtype, device=place)
         how: Any = {"device": place, "kernels": kernels, "drafter": drafter}
         kv_config = kv_cache_of(self._loaded, wanted, dtype=dtype, **how)
+        self._kv_config = kv_config
         self.limits = limits_of(self._loaded, kv_config, wanted, seed=seed, drafter=drafter)
         if graph_api is None and place.type == "cuda" and wanted.cudagraph_mode:
             graph_api = CudaGraphs(place)
@@ -101,7 +102,7 @@ class Engine:
         steps_ahead = default_steps_ahead if wanted.steps_ahead is None else wanted.steps_ahead
         config = scheduler_config(self.limits, wanted, steps_ahead=steps_ahead, drafter=drafter)
         queue = make_queue(config)
-        bound = bind(self._loaded, self.limits, kv_config, graph_api=graph_api, **how)
+        bound = bind(self._loaded, self.limits, kv_config, wanted, graph_api=graph_api, **how)
         self.capture_report = capture(bound, keys, wanted)
         grammars = Grammars(self._loaded, vocab_size=self.limits.vocab_size)
         self._turns = Turns(bound, self.limits, queue, keys, grammars, steps_ahead, host_drafter)
@@ -348,10 +349,11 @@ class Engine:
         self.close()
 
     def __repr__(self) -> str:
-        queue = self._turns.now.queue
+        queue, cache, num_blocks = self._turns.now.queue, self._kv_config, self.limits.num_blocks[0] - 1
         return (
             f"Engine({self._loaded.name}, {len(queue.running)} running, {len(queue.waiting)} waiting, "
-            f"{self.num_free_blocks} of {self.limits.num_blocks[0] - 1} blocks free)"
+            f"{self.num_free_blocks} of {num_blocks} blocks free; {num_blocks * cache.block_sizes[0]:,} tokens in "
+            f"{cache.num_bytes:,} bytes of {str(cache.specs[0].dtype).removeprefix('torch.')})"
         )
 
     @property

@@ -108,11 +108,12 @@ def run_unrolled(
             "two_phase.execute and two_phase.sample, which gives them to the sampler"
         )
     buffers, captured = bound.buffers, bound.captured
+    kernels, key = now_running(bound, key)
     with torch.no_grad():
         state = begin(bound, leased, plans)
         if key is None:
             state, outputs = unroll(
-                bound.model, bound.prepared, state, num_steps, kernels=bound.kernels, drafter=bound.drafter
+                bound.model, bound.prepared, state, num_steps, kernels=kernels, drafter=bound.drafter
             )
             sent = tuple(map(to_host, outputs))
         else:
@@ -132,6 +133,12 @@ def run_unrolled(
                 sent = captured.replay(key)
         pending = tuple([Pending(p.batch, output) for p, output in zip(plans, sent, strict=True)])
     return buffers.adopt(state, plans[-1].batch), pending
+
+
+def now_running(bound: BoundStep, key: GraphKey | None) -> tuple[Kernels, GraphKey | None]:
+    """The kernels of the step that begins, and its graphs: none while scales are due, on whatever padding it has."""
+    due = bound.buffers.due_scales
+    return (due.calculating(bound.kernels), None) if due else (bound.kernels, key)
 
 
 def begin(bound: BoundStep, leased: Leased, plans: Sequence[StepPlan]) -> StepState:

@@ -14,7 +14,7 @@ from purestep.pure.dispatch import capture_descriptors, dispatch_keys
 from purestep.pure.drafters.joined import with_draft_params, with_drafter
 from purestep.pure.errors import InvalidParameterError, KVCacheConfigError
 from purestep.pure.graph_modes import has_pieces, resolve_cudagraph_mode
-from purestep.pure.kv_config import MIN_BLOCKS, kv_cache_config
+from purestep.pure.kv_config import FP8, MIN_BLOCKS, kv_cache_config, kv_cache_dtype
 from purestep.pure.models.model import Model
 from purestep.pure.padding import capture_layout
 from purestep.pure.record import replace
@@ -35,62 +35,13 @@ from purestep.state.loading.loaded import LoadedModel
 from purestep.state.profile import determine_available_memory, profile_layouts
 from purestep.state.progress import watched
 from purestep.state.run import BoundStep
+from purestep.state.sizes import GREEDY_SHAPE, RANDOM_SHAPE, Sizes
 from purestep.state.weights import placed
 
 DEFAULT_KV_CACHE_BYTES = 512 * 2**20
+FP8_CAPABILITY = (8, 9)
 AnyDrafter = Drafter | HostDrafter | None
 Source = str | Path | LoadedModel | tuple[Model, Params] | None
-
-
-LEAST = {  # of the sizes that are whole numbers; a prompt and an output need 2 tokens
-    "kv_cache_bytes": 1,
-    "block_size": 1,
-    "max_num_reqs": 1,
-    "max_num_batched_tokens": 1,
-    "block_horizon": 1,
-    "max_model_len": 2,
-    "steps_ahead": 0,
-}
-
-
-GREEDY_SHAPE = SamplerShape()
-RANDOM_SHAPE = SamplerShape(random=True, truncated=True)
-SAMPLERS = (  # what rollouts ask for: the log-probability of each token; and penalties, or a least length
-    SamplerShape(random=True, truncated=True, num_logprobs=0, logprobs_modes=("raw_logprobs",)),
-    SamplerShape(random=True, truncated=True, penalties=True, min_tokens=True),
-)
-
-
-@attrs.frozen(kw_only=True)
-class Sizes:
-    """How much an engine holds and does at once. None: as much as model and cache allow."""
-
-    kv_cache_bytes: int | None = None  # None: what gpu_memory_utilization leaves; without a GPU 512 MiB
-    gpu_memory_utilization: float = 0.9  # share of a GPU's memory that may be in use, by anybody
-    block_size: int = 16
-    max_model_len: int | None = None
-    max_num_reqs: int = 64
-    max_num_batched_tokens: int = 2048
-    enable_prefix_caching: bool = True
-    block_horizon: int = 64  # tokens that running requests are given blocks for ahead of time
-    steps_ahead: int | None = (
-        None  # steps begun before the last one's tokens are known; None: 1 on a GPU, else 0
-    )
-    cudagraph_mode: CUDAGraphMode = CUDAGraphMode.FULL_DECODE_ONLY  # on a GPU
-    capture_sizes: tuple[int, ...] | None = None  # numbers of tokens; None: up to max_num_reqs
-    capture_samplers: tuple[SamplerShape, ...] = SAMPLERS  # beside greedy and random sampling
-    capture_halves: bool = False  # graphs of half steps too: where requests have grammars or processors
-    capture_progress: bool = True  # a bar while graphs are captured
-
-    def __attrs_post_init__(self) -> None:
-        for name, least in LEAST.items():
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < least):
-                raise InvalidParameterError(f"{name}={value!r}: it must be a whole number, at least {least}")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise InvalidParameterError(
-                f"gpu_memory_utilization={self.gpu_memory_utilization}: it is a share, above 0 and at most 1"
-            )
 
 
 def usable_device(device: torch.device | str) -> torch.device:
@@ -143,7 +94,8 @@ def kv_cache_of(
     `memory` is that of the device; without a GPU it is not asked.
 
     Raises:
-        InvalidParameterError: a cache too small for one block beside the null block, or no type for keys and values.
+        InvalidParameterError: a cache too small for one block beside the null block, or no type for keys and values,
+            or not on this device.
         DeviceMemoryError: the trial run finds no memory left.
     """
     layers, num_bytes = loaded.model.kv_layers, sizes.kv_cache_bytes
@@ -152,15 +104,17 @@ def kv_cache_of(
             f"dtype={dtype}: keys and values are floating-point numbers; use float32 or bfloat16"
         )
     num_groups = 1 + max((layer.group for layer in layers), default=0)
+    dtype = kv_cache_dtype(sizes.kv_cache_dtype, dtype)
+    if dtype == FP8 and kernels is None:
+        check_fp8(device)
     config = partial(kv_cache_config, layers, block_sizes=(sizes.block_size,) * num_groups, dtype=dtype)
     if memory is None and device.type == "cuda":
         memory = CudaMemory(device)
     if num_bytes is None and memory is not None:
         smallest = config(max_num_blocks=MIN_BLOCKS)
         limits = limits_of(loaded, smallest, sizes, seed=0, drafter=drafter)
-        bound = bind(
-            loaded, limits, smallest, device=device, kernels=kernels, graph_api=None, drafter=drafter
-        )
+        how: Any = {"device": device, "kernels": kernels, "graph_api": None, "drafter": drafter}
+        bound = bind(loaded, limits, smallest, sizes, **how)
         compile_steps(bound, profile_layouts(limits, sizes.max_num_batched_tokens))
         num_bytes = determine_available_memory(
             bound,
@@ -177,6 +131,19 @@ def kv_cache_of(
         raise InvalidParameterError(
             f"kv_cache_bytes={num_bytes}, block_size={sizes.block_size}: {error}"
         ) from error
+
+
+def check_fp8(device: torch.device) -> None:
+    """Nothing, if the kernels of this device store numbers of eight bits.
+
+    Raises:
+        InvalidParameterError: a GPU without them.
+    """
+    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
+        raise InvalidParameterError(
+            f"kv_cache_dtype='fp8' on a GPU of capability {found}: e4m3 numbers need {FP8_CAPABILITY} or more; use "
+            "'auto', or 'float16'"
+        )
 
 
 def limits_of(
@@ -290,6 +257,7 @@ def bind(
     loaded: LoadedModel,
     limits: BatchLimits,
     kv_config: KVCacheConfig,
+    sizes: Sizes,
     *,
     device: torch.device,
     kernels: Kernels | None,
@@ -300,7 +268,14 @@ def bind(
     if kernels is None:
         kernels = cuda_kernels() if device.type == "cuda" else donating
     own = drafter if isinstance(drafter, Drafter) else None
-    buffers = PersistentBuffers(loaded.model, limits, kv_config=kv_config, device=device, drafter=own)
+    buffers = PersistentBuffers(
+        loaded.model,
+        limits,
+        kv_config=kv_config,
+        device=device,
+        drafter=own,
+        calculate_kv_scales=sizes.calculate_kv_scales,
+    )
     return BoundStep(
         buffers=buffers,
         model=loaded.model,

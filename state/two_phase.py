@@ -30,7 +30,7 @@ from purestep.pure.sampling_extras import sampling_extras
 from purestep.state.graphs import GraphKey
 from purestep.state.lease import Leased, Lender
 from purestep.state.pending import Pending, to_host
-from purestep.state.run import BoundStep, begin
+from purestep.state.run import BoundStep, begin, now_running
 from purestep.state.staging import upload
 
 
@@ -97,6 +97,7 @@ def execute(
     Raises:
         StaleStateError, PlanBaseError, DispatchError: as `run`; the lease stays good.
     """
+    kernels, key = now_running(bound, key)
     with torch.no_grad():
         state = begin(bound, leased, (plan,))
         assert key is None or bound.captured is not None, "a key was given for a step without graphs"
@@ -105,7 +106,7 @@ def execute(
             executed = ExecuteModelState(state, half.inputs, half.logits, half.hidden_states)
         else:
             call: Any = apply if key is None else bound.captured.pieces(key).call  # type: ignore[union-attr]
-            how: Any = {"kernels": bound.kernels, "call": call, "intermediate": intermediate}
+            how: Any = {"kernels": kernels, "call": call, "intermediate": intermediate}
             executed = step.execute(bound.model, bound.prepared, state, **how)
     return Executed(bound.buffers.adopt(executed.state, plan.batch), executed, key)
 
@@ -128,6 +129,7 @@ def sample(
         StaleStateError: it was sampled before, or is on other buffers.
     """
     value, buffers = _checked(bound, executed), bound.buffers
+    kernels, _ = now_running(bound, None)
     buffers.begin(executed.generation)
     with torch.no_grad():
         if grammar is not None:
@@ -144,7 +146,7 @@ def sample(
                 extras = sampling_extras(executed.batch)
             moved = None if extras is None else extras.to(buffers.device)
             sampled = step.sample(value, kernels=bound.kernels, extras=moved)
-            state, output = propose(bound.drafter, bound.prepared, value, *sampled, kernels=bound.kernels)
+            state, output = propose(bound.drafter, bound.prepared, value, *sampled, kernels=kernels)
             sent = to_host(output)
         else:
             state, (sent,) = value.state, bound.captured.replay(key)  # type: ignore[union-attr]

@@ -10,6 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from purestep.kernels.cpu.writes import write_kv
 from purestep.kernels.record import record
+from purestep.kernels.reference.scales import check_scales
 
 SHORT = 512  # keys up to which a request may be computed as if it were longer, without a loss worth a call
 GATHERED_BYTES = 8 * 2**20  # of keys and values that decodes gather at once, to read them again while cached
@@ -41,20 +42,41 @@ def attend(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    kv_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Write this step's keys and values into `kv`, then attend; arguments as in `Attend`.
 
     What lies in slots past a request's length, or before the window of all its queries, is never multiplied.
     Source: https://arxiv.org/abs/2309.06180 (paged attention).
     """
-    write_kv(kv, k, v, slot_mapping)
+    check_scales(kv, kv_scales)
+    write_kv(kv, k, v, slot_mapping, kv_scales)
+    batch = (query_start_loc, seq_lens, block_table)
+    if kv_scales is None:
+        return _attended(q, k, v, kv, *batch, ScoreForm(scale, sliding_window, soft_cap)), kv
+    # Scores and outputs are multiplied by the scales, instead of keys and values.
+    k_scale, v_scale = kv_scales.tolist()
+    out = _attended(q, k, v, kv, *batch, ScoreForm(scale * k_scale, sliding_window, soft_cap))
+    return out.mul_(v_scale), kv
+
+
+def _attended(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    form: ScoreForm,
+) -> Tensor:
+    """The attention of `attend`, once this step's keys and values are in the cache: [tokens, heads, dim]."""
     starts, lens = query_start_loc.tolist(), seq_lens.tolist()
-    form = ScoreForm(scale, sliding_window, soft_cap)
     outputs = []  # of one request or more each, and the tokens that they belong to
     decodes = [r for r, length in enumerate(lens) if length and starts[r + 1] - starts[r] == 1]
     for group in _alike(decodes, lens, kv):
         if len(group) == len(q) == len(lens):  # the steady state: one token of every request, all alike
-            return _decode(q, kv, block_table, seq_lens, lens, form), kv
+            return _decode(q, kv, block_table, seq_lens, lens, form)
         rows = torch.tensor(group)
         tokens = query_start_loc[rows].to(torch.int64)
         own = [lens[r] for r in group]
@@ -64,12 +86,12 @@ def attend(
             span = slice(starts[r], starts[r + 1])
             out = _prompt(q[span], k[span], v[span], kv, block_table[r], length, form)
             if len(out) == len(q):
-                return out, kv
+                return out
             outputs.append((torch.arange(span.start, span.stop), out))
     whole = torch.zeros_like(q)
     for tokens, out in outputs:
         whole.index_copy_(0, tokens, out)
-    return whole, kv
+    return whole
 
 
 def _alike(rows: list[int], lens: list[int], kv: Tensor) -> list[list[int]]:

@@ -23,6 +23,7 @@ from purestep.kernels.reference.ngram import propose_ngram
 from purestep.kernels.reference.penalties import penalize
 from purestep.kernels.reference.philox import uniforms
 from purestep.kernels.reference.rope import angles
+from purestep.kernels.reference.scales import scales_of
 from purestep.kernels.reference.truncate import truncate
 from purestep.kernels.reference.verify import count_accepted, draw_last, verify_greedy
 from purestep.kernels.reference.writes import copy_blocks, write, zero_blocks
@@ -42,6 +43,7 @@ reference = Kernels(
     write=write,
     copy_blocks=copy_blocks,
     zero_blocks=zero_blocks,
+    scales_of=scales_of,
     prepare=prepare,
     embed=embed,
     linear=linear,

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from purestep.kernels.reference.layout import ragged_index
+from purestep.kernels.reference.scales import check_scales, stored
 from purestep.kernels.reference.writes import write
 
 
@@ -22,6 +23,7 @@ def attend(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    kv_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Write this step's keys and values, then attend over each request's blocks; arguments as in `Attend`.
 
@@ -30,7 +32,8 @@ def attend(
     changes neither results nor gradients. Types narrower than float32 are computed in float32.
     Source: https://arxiv.org/abs/2309.06180 (paged attention).
     """
-    kv = write_kv(kv, k, v, slot_mapping)
+    check_scales(kv, kv_scales)
+    kv = write_kv(kv, k, v, slot_mapping, kv_scales)
     out = attend_written(
         q,
         kv,
@@ -42,6 +45,7 @@ def attend(
         scale=scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
+        kv_scales=kv_scales,
     )
     return out, kv
 
@@ -58,10 +62,13 @@ def attend_written(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """The attention of `attend`, once this step's keys and values are in the cache: [tokens, heads, dim]."""
     wide = torch.promote_types(q.dtype, torch.float32)
     keys, values = _gather(kv, block_table, seq_lens, max_seq_len)
+    if kv_scales is not None:
+        keys, values = keys.to(wide) * kv_scales[0], values.to(wide) * kv_scales[1]
     padded = _pad_queries(q, query_start_loc, max_query_len)
 
     num_reqs, query_len, num_heads, dim = padded.shape
@@ -83,13 +90,16 @@ def attend_written(
     return _unpad(out, query_start_loc, q.shape[0]).to(q.dtype)
 
 
-def write_kv(kv: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> Tensor:
+def write_kv(
+    kv: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor, kv_scales: Tensor | None = None
+) -> Tensor:
     """`kv` with k and v [tokens, kv_heads, dim] at their slots, slot_mapping [tokens] >= 0."""
     block_size = kv.shape[2]
     block = (slot_mapping // block_size)[:, None]
     offset = (slot_mapping % block_size)[:, None]
     plane = torch.arange(2, device=kv.device)  # keys, values
-    return write(kv, (block, plane, offset), torch.stack((k, v), dim=1))
+    scales = None if kv_scales is None else kv_scales[:, None, None]
+    return write(kv, (block, plane, offset), stored(torch.stack((k, v), dim=1), scales, kv.dtype))
 
 
 def _gather(kv: Tensor, block_table: Tensor, seq_lens: Tensor, max_seq_len: int) -> tuple[Tensor, Tensor]:

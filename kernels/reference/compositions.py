@@ -66,16 +66,14 @@ def attend_qkv(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    kv_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`attend` with the heads of qkv [tokens, (heads + 2 * kv_heads) * dim] in the order q, k, v. Donates `kv`.
 
     Queries and keys are turned by cos and sin [tokens, dim / 2], after RMS norms over each head with q_gain and
     k_gain [dim] where those are given; eps is the norms'. All else as in `Attend`.
     """
-    q, k, v = heads_of(qkv, kv)
-    if q_gain is not None and k_gain is not None:
-        q, k = kernels.rms_norm(q, q_gain, eps), kernels.rms_norm(k, k_gain, eps)
-    q, k = kernels.rotate(q, k, cos, sin)
+    q, k, v = turned_heads(kernels, qkv, kv, cos=cos, sin=sin, q_gain=q_gain, k_gain=k_gain, eps=eps)
     return kernels.attend(
         q,
         k,
@@ -90,7 +88,27 @@ def attend_qkv(
         scale=scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
+        kv_scales=kv_scales,
     )
+
+
+def turned_heads(
+    kernels: Kernels,
+    qkv: Tensor,
+    kv: Tensor,
+    *,
+    cos: Tensor,
+    sin: Tensor,
+    q_gain: Tensor | None,
+    k_gain: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values as `attend` takes them; arguments as in `attend_qkv`."""
+    q, k, v = heads_of(qkv, kv)
+    if q_gain is not None and k_gain is not None:
+        q, k = kernels.rms_norm(q, q_gain, eps), kernels.rms_norm(k, k_gain, eps)
+    q, k = kernels.rotate(q, k, cos, sin)
+    return q, k, v
 
 
 def heads_of(qkv: Tensor, kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -19,7 +19,7 @@ def cuda_donating() -> Kernels:
     """The kernels for a state in persistent CUDA memory: those that may write their argument's storage do.
 
     `linear` of several rows is mostly torch's, which is cuBLAS. Rules that name tokens (`allow_only`, `ban_bad_words`,
-    `ban_tokens`, `add_bias`), `gather_ids` and `temperature_offset` are the reference's: short lists, rarely used.
+    `ban_tokens`, `add_bias`), `gather_ids`, `scales_of` and `temperature_offset` are the reference's: rarely used.
 
     Raises:
         ImportError: triton is not installed.

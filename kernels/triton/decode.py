@@ -13,17 +13,18 @@ import triton.language as tl
 from torch import Tensor
 
 from purestep.kernels.triton.rotation import Rotation, load_angles, load_turned, place_of
-from purestep.kernels.triton.shared import INTERPRETED, early_launch, rounded, take_turn
+from purestep.kernels.triton.shared import INTERPRETED, early_launch, stored, take_turn
 from purestep.kernels.triton.softmax import (
     ScoreForm,
     Tile,
     capped,
     empty_softmax,
+    finished,
     is_wide,
     lanes,
     load_slots,
     load_tile,
-    normalized,
+    score_scale,
     scores_of,
     take_in,
 )
@@ -74,6 +75,7 @@ def decode(
     form: ScoreForm,
     tile: Tile,
     rotation: Rotation | None = None,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Attention where no request has more than one query token: [tokens, heads, dim]; writes k and v into `kv`.
 
@@ -94,16 +96,16 @@ def decode(
                  WINDOW=form.window, **early_launch())  # fmt: skip
     turn = (None,) * 4 if rotation is None else (rotation.cos, rotation.sin, rotation.q_gain, rotation.k_gain)
     _decode[(num_kv_heads, grid_parts, places)](
-        q, k, v, kv, out, partial, mass, *turn, query_start_loc, seq_lens, block_table, slot_mapping, form.scale,
-        form.cap, 0.0 if rotation is None else rotation.eps, *counts, kv.shape[0], *q.stride()[:2], *k.stride()[:2],
-        *v.stride()[:2], *kv.stride()[:4], block_table.stride(0),
+        q, k, v, kv, out, partial, mass, kv_scales, *turn, query_start_loc, seq_lens, block_table, slot_mapping,
+        form.scale, form.cap, 0.0 if rotation is None else rotation.eps, *counts, kv.shape[0], *q.stride()[:2],
+        *k.stride()[:2], *v.stride()[:2], *kv.stride()[:4], block_table.stride(0),
         **fixed, GROUP=num_heads // num_kv_heads, ROWS=tile.rows, HAS_CAP=form.cap > 0, SPLIT=grid_parts > 1,
         STAGES=tile.num_stages, FETCH_FIRST=tile.fetch_first, num_warps=tile.num_warps,
         enable_fp_fusion=False,
     )  # fmt: skip
     if grid_parts > 1:
         _join[(num_heads, places)](
-            out, partial, mass, query_start_loc, seq_lens, *counts, **fixed, num_warps=4
+            out, partial, mass, kv_scales, query_start_loc, seq_lens, *counts, **fixed, num_warps=4
         )
     return out
 
@@ -157,14 +159,15 @@ def _zero_padding(
 
 
 COUNTS = ["num_reqs", "num_tokens", "parts", "grid_parts", "table_columns", "num_blocks", "table_row"]
-SMALL = ["query_start_loc", "seq_lens", "block_table", "slot_mapping"]
+SMALL = ["query_start_loc", "seq_lens", "block_table", "slot_mapping", "scales"]
 
 
 @triton.jit
 def _new_token(
-    q, k, v, kv, out, cos, sin, q_gain, k_gain, slot_mapping, eps, scale, cap, token, length, group, part, num_blocks,
-    q_token, q_head, k_token, k_head, v_token, v_head, kv_block, kv_plane, kv_slot, kv_head, DIM: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HAS_CAP: tl.constexpr,
+    q, k, v, kv, out, scales, cos, sin, q_gain, k_gain, slot_mapping, eps, scale, cap, token, length, group, part,
+    num_blocks, q_token, q_head, k_token, k_head, v_token, v_head, kv_block, kv_plane, kv_slot, kv_head,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    HAS_CAP: tl.constexpr,
 ):  # fmt: skip
     """The query rows of a group, and the state of their softmax.
 
@@ -177,7 +180,7 @@ def _new_token(
     kv_dtype: tl.constexpr = kv.dtype.element_ty
     queries = q + token * q_token + (group * GROUP + row) * q_head
     keys = k + token * k_token + group * k_head
-    value = tl.load(v + token * v_token + group * v_head + lane, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(v + token * v_token + group * v_head + lane, mask=inside, other=0.0)
     place, room = place_of(slot_mapping, token, num_blocks, kv_block, kv_slot, BLOCK_SIZE, DIM)
     if cos is not None:
         cosine, sine = load_angles(cos, sin, token, lane, DIM)
@@ -186,7 +189,7 @@ def _new_token(
     else:
         query = tl.load(queries + lane, mask=(row < GROUP) & inside, other=0.0)
         key = tl.load(keys + lane, mask=inside, other=0.0)
-    key, value = rounded(key.to(tl.float32), kv_dtype), rounded(value, kv_dtype)
+    key, value = stored(key, scales, 0, kv_dtype), stored(value, scales, 1, kv_dtype)
     if part == 0:
         target = kv + place + group * kv_head + lane
         tl.store(target, key, mask=lane < room)
@@ -209,14 +212,15 @@ def _after(query, tile, seen, scale, cap, largest, total, values, HAS_CAP: tl.co
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=SMALL)
 def _decode(
-    q, k, v, kv, out, partial, mass, cos, sin, q_gain, k_gain, query_start_loc, seq_lens, block_table, slot_mapping,
-    scale, cap, eps, num_reqs, num_tokens, parts, grid_parts, table_columns, num_blocks, q_token, q_head, k_token,
-    k_head, v_token, v_head, kv_block, kv_plane, kv_slot, kv_head, table_row,
+    q, k, v, kv, out, partial, mass, scales, cos, sin, q_gain, k_gain, query_start_loc, seq_lens, block_table,
+    slot_mapping, scale, cap, eps, num_reqs, num_tokens, parts, grid_parts, table_columns, num_blocks, q_token, q_head,
+    k_token, k_head, v_token, v_head, kv_block, kv_plane, kv_slot, kv_head, table_row,
     HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
     WINDOW: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HAS_CAP: tl.constexpr, SPLIT: tl.constexpr,
     STAGES: tl.constexpr, FETCH_FIRST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     take_turn(EARLY)
+    scale = score_scale(scale, scales)
     group, part, place = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     table = block_table + place.to(tl.int64) * table_row
     num_columns = tl.where(place < num_reqs, table_columns, 0)
@@ -225,8 +229,7 @@ def _decode(
         blocks = tl.load(table + key // BLOCK_SIZE, mask=key // BLOCK_SIZE < num_columns, other=0)
     token, length = _query_of(query_start_loc, seq_lens, place, num_reqs, table_columns * BLOCK_SIZE)
     first, used = _seen(length, parts, KEYS, WINDOW)
-    row = tl.arange(0, ROWS)
-    lane = tl.arange(0, WIDTH)[None, :]
+    row, lane = tl.arange(0, ROWS), tl.arange(0, WIDTH)[None, :]
     mask = (row < GROUP)[:, None] & (lane < DIM)
     head = group * GROUP + row
     past = length - 1
@@ -242,9 +245,9 @@ def _decode(
                 heads, blocks, key, is_old, kv_block, kv_plane, kv_slot, BLOCK_SIZE, DIM, WIDTH, True
             )  # fmt: skip
         query, largest, total, values = _new_token(
-            q, k, v, kv, out, cos, sin, q_gain, k_gain, slot_mapping, eps, scale, cap, token.to(tl.int64), length,
-            group, part, num_blocks, q_token, q_head, k_token, k_head, v_token, v_head, kv_block, kv_plane, kv_slot,
-            kv_head, DIM, WIDTH, BLOCK_SIZE, GROUP, ROWS, HAS_CAP,
+            q, k, v, kv, out, scales, cos, sin, q_gain, k_gain, slot_mapping, eps, scale, cap, token.to(tl.int64),
+            length, group, part, num_blocks, q_token, q_head, k_token, k_head, v_token, v_head, kv_block, kv_plane,
+            kv_slot, kv_head, DIM, WIDTH, BLOCK_SIZE, GROUP, ROWS, HAS_CAP,
         )  # fmt: skip
         if FETCH_FIRST:
             largest, total, values = _after(
@@ -262,7 +265,7 @@ def _decode(
             tl.store(mass + cell * 2, largest, mask=row < GROUP)
             tl.store(mass + cell * 2 + 1, total, mask=row < GROUP)
         else:
-            result = rounded(normalized(values, total), out.dtype.element_ty)
+            result = finished(values, total, scales, out.dtype.element_ty)
             tl.store(out + (token.to(tl.int64) * HEADS + head[:, None]) * DIM + lane, result, mask=mask)
     if not SPLIT:
         for i in tl.static_range(GROUP):
@@ -272,7 +275,7 @@ def _decode(
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=SMALL)
 def _join(
-    out, partial, mass, query_start_loc, seq_lens, num_reqs, num_tokens, parts, grid_parts, table_columns,
+    out, partial, mass, scales, query_start_loc, seq_lens, num_reqs, num_tokens, parts, grid_parts, table_columns,
     HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
     WINDOW: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -284,7 +287,7 @@ def _join(
     row = (place.to(tl.int64) * HEADS + head) * grid_parts
     num_there = tl.where(place < num_reqs, grid_parts, 0)
     total, values = join_parts(partial, mass, row, grid_parts, num_there, used, DIM, WIDTH)
-    result = rounded(normalized(values, total), out.dtype.element_ty)
+    result = finished(values, total, scales, out.dtype.element_ty)
     target = out + (token.to(tl.int64) * HEADS + head) * DIM
     tl.store(target + lane, result, mask=lane < tl.where(token >= 0, DIM, 0))
     _zero_padding(out, query_start_loc, place, head, num_reqs, num_tokens, HEADS, DIM, WIDTH)

@@ -12,15 +12,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from purestep.kernels.triton.shared import INTERPRETED, early_launch, rounded, take_turn
+from purestep.kernels.triton.shared import INTERPRETED, early_launch, take_turn
 from purestep.kernels.triton.softmax import (
     ScoreForm,
     Tile,
     empty_softmax,
+    finished,
     is_wide,
     lanes,
     load_tile,
-    normalized,
+    score_scale,
     scores_of,
     take_in,
 )
@@ -58,6 +59,7 @@ def mixed(
     *,
     form: ScoreForm,
     tile: Tile,
+    kv_scales: Tensor | None = None,
     fuses: bool = True,
 ) -> Tensor:
     """Attention of every query token: [tokens, heads, dim]. The cache is read only.
@@ -71,7 +73,7 @@ def mixed(
     group = num_heads // num_kv_heads
     queries = tile.rows // group
     _mixed[(num_kv_heads, num_tokens // queries + num_reqs + 1)](
-        q, kv, out, query_start_loc, seq_lens, block_table, form.scale, form.cap, num_reqs, num_tokens,
+        q, kv, out, kv_scales, query_start_loc, seq_lens, block_table, form.scale, form.cap, num_reqs, num_tokens,
         block_table.shape[1], *q.stride()[:2], *kv.stride()[:4], block_table.stride(0),
         HEADS=num_heads, DIM=dim, WIDTH=lanes(dim), BLOCK_SIZE=kv.shape[2], KEYS=tile.keys,
         WINDOW=form.window, GROUP=group, ROWS=tile.rows, QUERIES=queries, HAS_CAP=form.cap > 0,
@@ -96,20 +98,17 @@ def _request_of(query_start_loc, tile, num_reqs, QUERIES: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=["num_reqs", "num_tokens", "table_columns", "table_row"],
-    do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_table"],
+    do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_table", "scales"],
 )
 def _mixed(
-    q, kv, out, query_start_loc, seq_lens, block_table, scale, cap, num_reqs, num_tokens, table_columns, q_token,
-    q_head, kv_block, kv_plane, kv_slot, kv_head, table_row, HEADS: tl.constexpr, DIM: tl.constexpr,
+    q, kv, out, scales, query_start_loc, seq_lens, block_table, scale, cap, num_reqs, num_tokens, table_columns,
+    q_token, q_head, kv_block, kv_plane, kv_slot, kv_head, table_row, HEADS: tl.constexpr, DIM: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, QUERIES: tl.constexpr, HAS_CAP: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
+    ROWS: tl.constexpr, QUERIES: tl.constexpr, HAS_CAP: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     take_turn(EARLY)
-    group, tile = (
-        tl.program_id(0),
-        tl.num_programs(1) - 1 - tl.program_id(1),
-    )  # those with the most keys begin first
+    # Tiles with the most keys begin first.
+    group, tile = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     request = _request_of(query_start_loc, tile, num_reqs, QUERIES)
     is_request = request < num_reqs
     start = tl.load(query_start_loc + request)
@@ -127,6 +126,7 @@ def _mixed(
         x = tl.load(q + token * q_token + head * q_head + lane, mask=mask, other=0.0)
         if INTERPRETED:
             x = x.to(tl.float32)
+        scale = score_scale(scale, scales)
         largest, mass, values = empty_softmax(ROWS, WIDTH)
         position = length - num_queries + query
         lowest = length - num_queries + first
@@ -134,9 +134,8 @@ def _mixed(
         begin = lowest * 0
         seen_by_all = tl.maximum(lowest + 1, 0) // KEYS * KEYS
         if WINDOW > 0:
-            begin = (
-                tl.maximum(lowest - WINDOW + 1, 0) // KEYS * KEYS
-            )  # so that tiles lie alike for every query
+            # Tiles lie alike for every query.
+            begin = tl.maximum(lowest - WINDOW + 1, 0) // KEYS * KEYS
             seen_by_all = begin
         kv = kv + group * kv_head
         table = block_table + request.to(tl.int64) * table_row
@@ -158,5 +157,5 @@ def _mixed(
                 seen = seen & (key[None, :] > position[:, None] - WINDOW)
             score = tl.where(seen, scores_of(x, k.to(x.dtype), scale, cap, HAS_CAP), float("-inf"))
             largest, mass, values = take_in(score, v.to(x.dtype), largest, mass, values)
-        result = rounded(normalized(values, mass), out.dtype.element_ty)
+        result = finished(values, mass, scales, out.dtype.element_ty)
         tl.store(out + (token * HEADS + head) * DIM + lane, result, mask=mask)

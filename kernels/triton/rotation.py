@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from purestep.kernels.record import record
-from purestep.kernels.triton.shared import early_launch, rounded, take_turn
+from purestep.kernels.triton.shared import early_launch, rounded, stored, take_turn
 from purestep.kernels.triton.softmax import lanes
 
 
@@ -38,7 +38,13 @@ def check_rotation(function: str, q: Tensor, rotation: Rotation) -> None:
 
 
 def turn_and_write(
-    q: Tensor, k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor, rotation: Rotation
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: Tensor,
+    slot_mapping: Tensor,
+    rotation: Rotation,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """The turned q [tokens, heads, dim]; the turned k [tokens, kv_heads, dim], and v, are written into their slots."""
     num_tokens, num_heads, dim = q.shape
@@ -46,8 +52,8 @@ def turn_and_write(
     if num_tokens:
         _turn_and_write[(num_tokens, 2)](
             q, k, v, kv, turned, rotation.cos, rotation.sin, rotation.q_gain, rotation.k_gain, slot_mapping,
-            rotation.eps, kv.shape[0], q.stride(0), q.stride(1), *k.stride()[:2], *v.stride()[:2], *kv.stride()[:4],
-            Q_HEADS=num_heads, KV_HEADS=k.shape[1], Q_ROWS=triton.next_power_of_2(num_heads),
+            kv_scales, rotation.eps, kv.shape[0], q.stride(0), q.stride(1), *k.stride()[:2], *v.stride()[:2],
+            *kv.stride()[:4], Q_HEADS=num_heads, KV_HEADS=k.shape[1], Q_ROWS=triton.next_power_of_2(num_heads),
             KV_ROWS=triton.next_power_of_2(k.shape[1]), DIM=dim, WIDTH=lanes(dim), BLOCK_SIZE=kv.shape[2],
             enable_fp_fusion=False, **early_launch(),
         )  # fmt: skip
@@ -93,10 +99,10 @@ def place_of(slot_mapping, token, num_blocks, kv_block, kv_slot, BLOCK_SIZE: tl.
     return slot // BLOCK_SIZE * kv_block + slot % BLOCK_SIZE * kv_slot, tl.where(inside, DIM, 0)
 
 
-@triton.jit(do_not_specialize=["num_blocks"], do_not_specialize_on_alignment=["slot_mapping"])
+@triton.jit(do_not_specialize=["num_blocks"], do_not_specialize_on_alignment=["slot_mapping", "scales"])
 def _turn_and_write(
-    q, k, v, kv, turned, cos, sin, q_gain, k_gain, slot_mapping, eps, num_blocks, q_token, q_head, k_token, k_head,
-    v_token, v_head, kv_block, kv_plane, kv_slot, kv_head, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    q, k, v, kv, turned, cos, sin, q_gain, k_gain, slot_mapping, scales, eps, num_blocks, q_token, q_head, k_token,
+    k_head, v_token, v_head, kv_block, kv_plane, kv_slot, kv_head, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     Q_ROWS: tl.constexpr, KV_ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -113,15 +119,16 @@ def _turn_and_write(
         tl.store(target, query, mask=(q_row < Q_HEADS) & (lane < DIM))
     else:
         _write_turned(
-            k + token * k_token, k_head, v + token * v_token, v_head, kv, slot_mapping, token, cosine, sine, k_gain,
-            eps, num_blocks, kv_block, kv_plane, kv_slot, kv_head, KV_HEADS, KV_ROWS, DIM, WIDTH, BLOCK_SIZE, dtype,
+            k + token * k_token, k_head, v + token * v_token, v_head, kv, slot_mapping, scales, token, cosine, sine,
+            k_gain, eps, num_blocks, kv_block, kv_plane, kv_slot, kv_head, KV_HEADS, KV_ROWS, DIM, WIDTH, BLOCK_SIZE,
+            dtype,
         )  # fmt: skip
 
 
 @triton.jit
 def _write_turned(
-    k, k_head, v, v_head, kv, slot_mapping, token, cosine, sine, gain, eps, num_blocks, kv_block, kv_plane, kv_slot,
-    kv_head, HEADS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    k, k_head, v, v_head, kv, slot_mapping, scales, token, cosine, sine, gain, eps, num_blocks, kv_block, kv_plane,
+    kv_slot, kv_head, HEADS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """The keys of one token, normed and turned, and its values, into its slot."""
@@ -133,5 +140,5 @@ def _write_turned(
     place, room = place_of(slot_mapping, token, num_blocks, kv_block, kv_slot, BLOCK_SIZE, DIM)
     target = kv + place + head * kv_head + lane
     kv_dtype: tl.constexpr = kv.dtype.element_ty
-    tl.store(target, rounded(key.to(tl.float32), kv_dtype), mask=mask & (lane < room))
-    tl.store(target + kv_plane, rounded(value.to(tl.float32), kv_dtype), mask=mask & (lane < room))
+    tl.store(target, stored(key, scales, 0, kv_dtype), mask=mask & (lane < room))
+    tl.store(target + kv_plane, stored(value, scales, 1, kv_dtype), mask=mask & (lane < room))

@@ -8,9 +8,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from purestep.kernels.reference.scales import FP8, check_scales
+
 # The interpreter takes bfloat16 for integers in arithmetic, so what is loaded is widened at once; and it cuts bits off
 # where a device rounds, so what is narrowed goes through `rounded`.
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+LARGEST_FP8 = tl.constexpr(448.0)
 
 LARGEST_KEY = tl.constexpr(2147483647)  # of NaN
 SMALLEST_KEY = tl.constexpr(-2147483648)  # below that of -inf: a place that holds no number
@@ -30,6 +34,26 @@ def check_floats(function: str, *tensors: Tensor) -> None:
                 f"{function} was given {tensor.dtype}; the Triton kernels compute in float32 and take float32, "
                 "bfloat16 and float16: use purestep.kernels.reference for other types"
             )
+
+
+def check_cache(function: str, kv: Tensor, kv_scales: Tensor | None) -> None:
+    """Refuse a cache of another type than its scales tell of.
+
+    Raises:
+        TypeError: no type that is computed in, and not float8_e4m3fn with scales either; or scales of another type.
+    """
+    check_scales(kv, kv_scales)
+    if kv_scales is None:
+        check_floats(function, kv)
+    elif kv_scales.dtype != torch.float32 or not kv_scales.is_contiguous():
+        raise TypeError(
+            f"{function} was given kv_scales of {kv_scales.dtype} with strides {kv_scales.stride()}: give float32 [2]"
+        )
+
+
+def in_bytes(kv: Tensor) -> Tensor:
+    """The same storage; eight-bit floats as integers, which move about as well and have the same zero."""
+    return kv.view(torch.uint8) if kv.dtype == FP8 else kv
 
 
 def check_rows(function: str, **tensors: Tensor) -> None:
@@ -95,6 +119,34 @@ def rounded(x, dtype: tl.constexpr):
         near = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
         x = tl.where(x == x, near, bits | 0x400000).to(tl.float32, bitcast=True)
     return x.to(dtype)
+
+
+@triton.jit
+def stored(x, scales, PLANE: tl.constexpr, dtype: tl.constexpr):
+    """x as a cache of `dtype` holds it: keys (plane 0) or values (1), by their scale if there are scales."""
+    x = x.to(tl.float32)
+    if scales is not None:
+        x = tl.div_rn(x, tl.load(scales + PLANE))
+        x = tl.where(x > LARGEST_FP8, LARGEST_FP8, x)
+        x = tl.where(x < -LARGEST_FP8, -LARGEST_FP8, x)
+        if INTERPRETED:
+            return _as_fp8(x)
+    return rounded(x, dtype)
+
+
+@triton.jit
+def _as_fp8(x):
+    """`rounded` to float8e4nv of numbers up to its largest one; the interpreter's own loses carries and NaN."""
+    size = tl.abs(x)
+    bits = size.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    small = (size + 16384.0).to(
+        tl.int32, bitcast=True
+    ) & 0xFF  # in units of 2**-9, the distance of floats there
+    near = tl.where(size < 0.015625, small, normal)
+    near = tl.where(x == x, near, 0x7F)
+    sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
+    return (near | sign).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
 
 
 @triton.jit

@@ -12,15 +12,16 @@ import triton.language as tl
 from torch import Tensor
 
 from purestep.kernels.triton.decode import LONGEST_PART, join_parts, num_parts, parts_of
-from purestep.kernels.triton.shared import INTERPRETED, early_launch, rounded, take_turn
+from purestep.kernels.triton.shared import INTERPRETED, early_launch, take_turn
 from purestep.kernels.triton.softmax import (
     ScoreForm,
     Tile,
     empty_softmax,
+    finished,
     is_wide,
     lanes,
     load_tile,
-    normalized,
+    score_scale,
     scores_of,
     take_in,
 )
@@ -64,6 +65,7 @@ def short(
     max_seq_len: int,
     form: ScoreForm,
     tile: Tile,
+    kv_scales: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attention of the tokens of requests with few queries: [tokens, heads, dim]. The cache is read only.
@@ -85,25 +87,25 @@ def short(
         places, end = max(places, num_tokens), num_tokens
     fixed = dict(HEADS=num_heads, DIM=dim, WIDTH=lanes(dim), FEW=few, **early_launch())  # fmt: skip
     _short[(num_kv_heads, splits, num_reqs + 1)](
-        q, kv, out, partial, mass, query_start_loc, seq_lens, block_table, form.scale, form.cap, num_reqs, end, parts,
-        splits, block_table.shape[1], *q.stride()[:2], *kv.stride()[:4], block_table.stride(0), **fixed,
+        q, kv, out, partial, mass, kv_scales, query_start_loc, seq_lens, block_table, form.scale, form.cap, num_reqs,
+        end, parts, splits, block_table.shape[1], *q.stride()[:2], *kv.stride()[:4], block_table.stride(0), **fixed,
         BLOCK_SIZE=kv.shape[2], KEYS=tile.keys, WINDOW=form.window, GROUP=group, ROWS=tile.rows,
         HAS_CAP=form.cap > 0, STAGES=tile.num_stages, SPLIT=splits > 1, num_warps=tile.num_warps,
     )  # fmt: skip
     if splits > 1:
         _join_tokens[(num_heads, places)](
-            out, partial, mass, query_start_loc, num_reqs, end, splits, **fixed, num_warps=4
+            out, partial, mass, kv_scales, query_start_loc, num_reqs, end, splits, **fixed, num_warps=4
         )  # fmt: skip
     return out
 
 
 @triton.jit(
     do_not_specialize=["num_reqs", "num_tokens", "parts", "splits", "table_columns", "table_row"],
-    do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_table"],
+    do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_table", "scales"],
 )
 def _short(
-    q, kv, out, partial, mass, query_start_loc, seq_lens, block_table, scale, cap, num_reqs, num_tokens, parts, splits,
-    table_columns, q_token, q_head, kv_block, kv_plane, kv_slot, kv_head, table_row, HEADS: tl.constexpr,
+    q, kv, out, partial, mass, scales, query_start_loc, seq_lens, block_table, scale, cap, num_reqs, num_tokens, parts,
+    splits, table_columns, q_token, q_head, kv_block, kv_plane, kv_slot, kv_head, table_row, HEADS: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, HAS_CAP: tl.constexpr, STAGES: tl.constexpr, FEW: tl.constexpr,
     SPLIT: tl.constexpr, EARLY: tl.constexpr,
@@ -133,6 +135,7 @@ def _short(
         x = tl.load(q + place, mask=exists[:, None] & (lane < DIM), other=0.0)
         if INTERPRETED:
             x = x.to(tl.float32)
+        scale = score_scale(scale, scales)
         heads = kv + group * kv_head
         table = block_table + request.to(tl.int64) * table_row
         for tile in tl.range(first // KEYS + part, tl.cdiv(length, KEYS), used, num_stages=STAGES):
@@ -152,7 +155,7 @@ def _short(
         tl.store(mass + cell * 2, largest, mask=exists)
         tl.store(mass + cell * 2 + 1, total, mask=exists)
     else:
-        result = rounded(normalized(values, total), out.dtype.element_ty)
+        result = finished(values, total, scales, out.dtype.element_ty)
         tl.store(out + cell[:, None] * DIM + lane, result, mask=exists[:, None] & (lane < DIM))
         heads = (group * GROUP + row)[:, None] * DIM + lane
         for padding in range(start, tl.where(is_request, start, num_tokens)):
@@ -163,10 +166,10 @@ def _short(
 
 @triton.jit(
     do_not_specialize=["num_reqs", "num_tokens", "splits"],
-    do_not_specialize_on_alignment=["query_start_loc"],
+    do_not_specialize_on_alignment=["query_start_loc", "scales"],
 )
 def _join_tokens(
-    out, partial, mass, query_start_loc, num_reqs, num_tokens, splits, HEADS: tl.constexpr, DIM: tl.constexpr,
+    out, partial, mass, scales, query_start_loc, num_reqs, num_tokens, splits, HEADS: tl.constexpr, DIM: tl.constexpr,
     WIDTH: tl.constexpr, FEW: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The parts of one query and head, joined; and 0 for the place-th token past the last request, below num_tokens."""
@@ -180,7 +183,7 @@ def _join_tokens(
     there = tl.where(exists, splits, 0)
     cell = (token * HEADS + head) * splits
     total, values = join_parts(partial, mass, cell, splits, there, there, DIM, WIDTH)
-    result = rounded(normalized(values, total), out.dtype.element_ty)
+    result = finished(values, total, scales, out.dtype.element_ty)
     lane = tl.arange(0, WIDTH)[None, :]
     tl.store(out + (token * HEADS + head) * DIM + lane, result, mask=lane < tl.where(exists, DIM, 0))
     padding = tl.load(query_start_loc + num_reqs) + place

@@ -134,3 +134,20 @@ def normalized(values, mass):
     """Values over mass; exactly 0 for a row that saw nothing, NaN for one that saw NaN."""
     nothing = (mass == 0.0)[:, None]
     return tl.where(nothing, 0.0, values / tl.where(nothing, 1.0, mass[:, None]))
+
+
+@triton.jit
+def score_scale(scale, scales):
+    """The scale of scores with keys as they are stored."""
+    if scales is not None:
+        scale = scale * tl.load(scales)
+    return scale
+
+
+@triton.jit
+def finished(values, mass, scales, dtype: tl.constexpr):
+    """`normalized` where values are as they are stored, in the type of outputs."""
+    result = normalized(values, mass)
+    if scales is not None:
+        result = result * tl.load(scales + 1)
+    return rounded(result, dtype)

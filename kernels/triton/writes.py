@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from purestep.kernels.triton.shared import check_rows, early_launch, take_turn
+from purestep.kernels.triton.shared import check_rows, early_launch, in_bytes, stored, take_turn
 
 ENTRIES = 256  # of a scatter, per program
 
@@ -85,7 +85,7 @@ def embed(weight: Tensor, ids: Tensor) -> Tensor:
 
 def copy_blocks(kv: Tensor, source: Tensor, target: Tensor) -> Tensor:
     """`kv`, in which `kv[target] = kv[source]` was written; all sources are read before."""
-    blocks = _in_memory_order(kv)
+    blocks = _in_memory_order(in_bytes(kv))
     held = blocks.new_empty(source.shape[0], *blocks.shape[1:])
     _move(blocks, held, source, None)
     _move(held, blocks, None, target)
@@ -94,7 +94,7 @@ def copy_blocks(kv: Tensor, source: Tensor, target: Tensor) -> Tensor:
 
 def zero_blocks(kv: Tensor, blocks: Tensor) -> Tensor:
     """`kv`, in which `kv[blocks] = 0` was written."""
-    target = _in_memory_order(kv)
+    target = _in_memory_order(in_bytes(kv))
     zeros = target.new_zeros(1, *target.shape[1:])
     _move(zeros.expand(blocks.shape[0], *target.shape[1:]), target, None, blocks)
     return kv
@@ -148,7 +148,9 @@ def _move_entries(
     tl.store(target + place * target_step + column, value, mask=mask)
 
 
-def write_kv(kv: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> Tensor:
+def write_kv(
+    kv: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor, kv_scales: Tensor | None = None
+) -> Tensor:
     """`kv`, in which k and v [tokens, kv_heads, dim] were written at their slots, slot_mapping [tokens]."""
     num_tokens, num_heads, dim = k.shape
     if num_tokens == 0:
@@ -157,16 +159,19 @@ def write_kv(kv: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> Tensor:
     width = triton.next_power_of_2(num_heads * dim)
     tokens = max(1, 2048 // width)
     _write_kv[(triton.cdiv(num_tokens, tokens),)](
-        kv, k, v, slot_mapping, num_tokens, kv.shape[0], *kv.stride()[:4], *k.stride()[:2], *v.stride()[:2],
+        kv, k, v, slot_mapping, kv_scales, num_tokens, kv.shape[0], *kv.stride()[:4], *k.stride()[:2], *v.stride()[:2],
         BLOCK_SIZE=kv.shape[2], HEADS=num_heads, DIM=dim, WIDTH=width, TOKENS=tokens,
     )  # fmt: skip
     return kv
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_blocks"], do_not_specialize_on_alignment=["slot_mapping"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_blocks"],
+    do_not_specialize_on_alignment=["slot_mapping", "scales"],
+)
 def _write_kv(
-    kv, k, v, slot_mapping, num_tokens, num_blocks, kv_block, kv_plane, kv_slot, kv_head, k_token, k_head, v_token,
-    v_head, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    kv, k, v, slot_mapping, scales, num_tokens, num_blocks, kv_block, kv_plane, kv_slot, kv_head, k_token, k_head,
+    v_token, v_head, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -181,5 +186,10 @@ def _write_kv(
     value = tl.load(v + token * v_token + head * v_head + within, mask=mask, other=0)
     place = (slot // BLOCK_SIZE)[:, None] * kv_block + (slot % BLOCK_SIZE)[:, None] * kv_slot
     place = place + head * kv_head + within
-    tl.store(kv + place, key.to(kv.dtype.element_ty), mask=mask)
-    tl.store(kv + place + kv_plane, value.to(kv.dtype.element_ty), mask=mask)
+    kv_dtype: tl.constexpr = kv.dtype.element_ty
+    if scales is None:
+        key, value = key.to(kv_dtype), value.to(kv_dtype)
+    else:
+        key, value = stored(key, scales, 0, kv_dtype), stored(value, scales, 1, kv_dtype)
+    tl.store(kv + place, key, mask=mask)
+    tl.store(kv + place + kv_plane, value, mask=mask)

@@ -133,6 +133,7 @@ def attention(
         max_seq_len=metadata.max_seq_len,
         scale=shape.head_dim**-0.5,
         sliding_window=shape.window_of(piece.layers[0]),
+        kv_scales=metadata.scales_of(piece.layers[0]),
     )
     return (out, cos, sin, residual), (layer_kv,)
 

@@ -92,6 +92,7 @@ def call_module(
             scale=q.shape[-1] ** -0.5 if scale is None else scale,
             sliding_window=sliding_window or specs[layer].sliding_window,
             soft_cap=soft_cap,
+            kv_scales=metadata.scales_of(piece.layers[layer]),
         )
         return out
 

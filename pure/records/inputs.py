@@ -1,6 +1,6 @@
 """What one forward pass reads, and what it is made of."""
 
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from purestep.kernels.record import record, static
@@ -37,6 +37,11 @@ class AttentionMetadata:
     groups: tuple[GroupMetadata, ...]
     max_query_len: int = static()  # bounds for shapes, never for results
     max_seq_len: int = static()
+    kv_scales: Float[Tensor, "layers 2"] | None = None  # as in StepState
+
+    def scales_of(self, layer: int) -> Float[Tensor, "2"] | None:
+        """The scales of a layer's keys and values, as `attend` takes them."""
+        return None if self.kv_scales is None else self.kv_scales[layer]
 
 
 @record

@@ -1,7 +1,8 @@
-"""The device's record of a step: four kinds of leaves, told apart by who may change them.
+"""The device's record of a step: kinds of leaves, told apart by who may change them.
 
 overwrite    `ledger`: a new value each step; a clone of it is a snapshot
 append-only  `kv`, `token_ids`: what lies below a sequence's length never changes while it is held
+once         `kv_scales`: what lies in the cache was stored by them
 host-written `block_tables`, `room`, `sampling`, `layout`: replaced only by what an inbox carries
 inbox        `inbox`: the plan of the coming step, emptied by `absorb`
 """
@@ -94,6 +95,8 @@ class StepState:
     )
     drafter: Any = None  # what a drafter on the device keeps from step to step: a tree of tensors
     acceptance_rates: tuple[float, ...] = static(default=())  # as in BatchLimits
+    # Of keys and of values in a cache of eight bits, float32: what is read is what is stored times its scale.
+    kv_scales: Float[Tensor, "layers 2"] | None = None
 
 
 @record

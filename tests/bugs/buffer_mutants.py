@@ -3,6 +3,7 @@
 import importlib
 from typing import Any
 
+import attrs
 import numpy as np
 import torch
 from torch import Tensor
@@ -18,12 +19,14 @@ from purestep.pure.records.batch import InputBatch
 from purestep.pure.records.inputs import BatchDescriptor, StepInputs
 from purestep.pure.records.layout import Layout
 from purestep.pure.records.plan import StepPlan
-from purestep.pure.records.state import StepState
-from tests.bugs import test_buffers
+from purestep.pure.records.state import ExecuteModelState, StepState
+from purestep.state.kv_scales import DueScales
+from purestep.state.run import BoundStep
+from tests.bugs import test_buffers, test_kv_cache
 from tests.mutant import Mutant
 
 # A package may hold a function of a module's name, so modules are fetched by their full names.
-plan, step, launch, staging, pending = map(
+plan, step, launch, staging, pending, profile, buffers, run = map(
     importlib.import_module,
     (
         "purestep.pure.plan",
@@ -31,9 +34,12 @@ plan, step, launch, staging, pending = map(
         "purestep.state.launch",
         "purestep.state.staging",
         "purestep.state.pending",
+        "purestep.state.profile",
+        "purestep.state.buffers",
+        "purestep.state.run",
     ),
 )
-_admitted = plan._admitted
+_admitted, _execute = plan._admitted, profile._execute
 
 # H8: dummies stand before the real requests; tokens are fed back by place in the batch.
 
@@ -85,6 +91,26 @@ def admits_new_ids_only(batch: InputBatch, absorbed: InputBatch) -> list[int]:
     return [row for row in _admitted(batch, absorbed) if batch.rows.requests[row].req_id != ids[row]]
 
 
+# H34: scales are made of made-up batches, in every step, or in none.
+
+
+def runs_dummies_as_first_steps(bound: BoundStep, *layout: Any) -> ExecuteModelState:
+    due = bound.buffers.due_scales
+    executed = _execute(attrs.evolve(bound, kernels=due.calculating(bound.kernels)), *layout)
+    due.keep()
+    return executed
+
+
+class AlwaysDue(DueScales):
+    def keep(self) -> None:
+        return
+
+
+class OfPadding(DueScales):
+    def _calculate(self, kernels: Kernels, k: Tensor, v: Tensor, kv: Tensor, *rest: Any) -> None:
+        super()._calculate(kernels, k, v, kv[:, :, :0], *rest)
+
+
 BUFFER_MUTANTS = [
     Mutant(
         "H8",
@@ -123,6 +149,34 @@ BUFFER_MUTANTS = [
         pending,
         {"_on_its_way": lambda leaf: leaf},
         error=SchedulerOutputError,
+    ),
+    Mutant(
+        "H34",
+        "scales are made of dummies",
+        test_kv_cache.test_scales_are_made_of_the_first_real_step_and_never_again,
+        profile,
+        {"_execute": runs_dummies_as_first_steps},
+    ),
+    Mutant(
+        "H34",
+        "scales are made of padding",
+        test_kv_cache.test_scales_are_made_of_the_first_real_step_and_never_again,
+        buffers,
+        {"DueScales": OfPadding},
+    ),
+    Mutant(
+        "H34",
+        "scales are made in every step",
+        test_kv_cache.test_scales_are_made_of_the_first_real_step_and_never_again,
+        buffers,
+        {"DueScales": AlwaysDue},
+    ),
+    Mutant(
+        "H34",
+        "scales are not made in a step with a graph",
+        test_kv_cache.test_scales_are_made_of_the_first_real_step_and_never_again,
+        run,
+        {"now_running": lambda bound, key: (bound.kernels, key)},
     ),
     Mutant(
         "H36",

@@ -9,12 +9,15 @@ from purestep.pure.padding import pad_batch
 from purestep.pure.plan import plan_step
 from purestep.pure.record import replace
 from purestep.pure.records.batch import BatchLimits
+from purestep.pure.records.dispatch import CUDAGraphMode
 from purestep.pure.records.inputs import BatchDescriptor
 from purestep.pure.settle import settle
 from purestep.pure.step import execute, sample, unroll
 from purestep.pure.update import update_states
+from purestep.state.profile import dummy_run
 from tests.bugs.tiny_engine import CONFIG, GREEDY, alone, drained, engine
 from tests.laws import assert_frame, with_canary, written_slots
+from tests.state.fake_graphs import FakeGraphs
 from tests.tiny import Loop, cached_requests, decode, new_request, scheduled, tiny_llama
 
 
@@ -95,3 +98,24 @@ def test_new_weights_never_meet_keys_and_values_of_old_ones() -> None:
     )
     assert running.token_ids == before.token_ids + rest.token_ids
     assert alone(prompt, wanted).token_ids != fresh.token_ids, "these weights are no others"
+
+
+def test_scales_are_made_of_the_first_real_step_and_never_again() -> None:
+    """Behind captures and made-up batches, before graphs: those of an engine that did nothing else before."""
+    prompts, how = ((5, 9, 2, 7, 1), (1, 2)), {"kv_cache_dtype": "fp8", "calculate_kv_scales": True}
+    found = []
+    for warmed in (False, True):
+        api = FakeGraphs() if warmed else None
+        graphs = {"cudagraph_mode": CUDAGraphMode.FULL, "capture_sizes": (1, 2, 8), "graph_api": api}
+        with engine(**how, **(graphs if warmed else {})) as own:
+            if warmed:
+                dummy_run(own.turns.bound, 4, context=3)
+            results = [own.generate(prompt, GREEDY, progress=False)[0].token_ids for prompt in prompts]
+            assert api is None or api.num_replays == 2 * GREEDY.max_tokens - 1  # every step but the first
+            found.append((results, own.turns.now.leased.value.kv_scales.tolist()))
+        with engine(**how) as other:
+            other.generate(prompts[0], GREEDY, progress=False)
+            alone_first = other.turns.now.leased.value.kv_scales.tolist()
+        assert found[-1][1] == alone_first
+    assert found[0] == found[1]
+    assert all(scale not in (0.0, 1.0) for layer in found[0][1] for scale in layer)

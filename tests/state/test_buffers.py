@@ -39,8 +39,8 @@ def first_batch() -> InputBatch:
 
 
 def test_every_leaf_has_a_class() -> None:
-    """That of the four kinds of a state's leaves; none is left out."""
-    buffers = PersistentBuffers(MODEL, replace(LIMITS, num_drafts=2))
+    """That of the kinds of a state's leaves; none is left out."""
+    buffers = PersistentBuffers(MODEL, replace(LIMITS, num_drafts=2), dtype=torch.float8_e4m3fn)
     found = {buffer.name: buffer.kind for buffer in buffers.specification}
     assert found == {
         "ledger": "overwrite",
@@ -52,6 +52,7 @@ def test_every_leaf_has_a_class() -> None:
         "room": "host-written",
         "kv[0]": "append-only",
         "kv[1]": "append-only",
+        "kv_scales": "once",
         "layout.row_of_index": "host-written",
         "layout.query_start_loc": "host-written",
         "inbox": "inbox",

@@ -24,7 +24,8 @@ from purestep.state.engine import Engine
 from purestep.state.loading.loaded import LoadedModel
 from purestep.state.profile import determine_available_memory, dummy_run, dummy_sampler, profile_run
 from purestep.state.run import BoundStep
-from purestep.state.setup import DEFAULT_KV_CACHE_BYTES, Sizes, kv_cache_of
+from purestep.state.setup import DEFAULT_KV_CACHE_BYTES, kv_cache_of
+from purestep.state.sizes import Sizes
 from tests.profiles import examples
 from tests.state.fake_graphs import FakeGraphs
 

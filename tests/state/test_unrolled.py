@@ -24,7 +24,7 @@ from purestep.pure.update import update_states
 from purestep.state.buffers import PersistentBuffers
 from purestep.state.graphs import GraphKey
 from purestep.state.run import BoundStep, run, run_unrolled
-from purestep.state.setup import GREEDY_SHAPE, RANDOM_SHAPE
+from purestep.state.sizes import GREEDY_SHAPE, RANDOM_SHAPE
 from tests.profiles import examples
 from tests.state.fake_graphs import FakeGraphs
 

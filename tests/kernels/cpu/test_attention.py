@@ -12,6 +12,7 @@ from torch import Tensor
 
 from purestep.kernels.cpu import attention
 from purestep.kernels.reference import reference
+from purestep.kernels.reference.scales import FP8, stored
 from tests.kernels.attention_cases import DIM, Case, cases
 from tests.laws import equal
 from tests.profiles import examples
@@ -180,3 +181,53 @@ def test_long_requests(before: int, num_queries: int, window: int | None) -> Non
     want, written = case.run(attend=reference.attend)
     assert (got - want).abs().max() < 1e-12
     assert equal(kv, written)
+
+
+def in_fp8(case: Case, scales: tuple[float, float]) -> dict[str, Tensor]:
+    """The case's cache of eight bits, and its scales."""
+    own = torch.tensor(scales)
+    return {"kv": stored(case.tensors["kv"], own[:, None, None, None], FP8), "kv_scales": own}
+
+
+@examples(4)
+@given(case=cases(), cut=cuts(), scales=st.tuples(*[st.sampled_from([1.0, 0.01, 3.7])] * 2))
+def test_a_cache_of_eight_bits_equals_the_reference(
+    case: Case, cut: Any, scales: tuple[float, float]
+) -> None:
+    """By every way through the kernel; what it wrote is the same to the last bit."""
+    eight = in_fp8(case, scales)
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+        heads = {name: case.tensors[name].to(dtype) for name in ("q", "k", "v")}
+        want, written = case.run(**heads, **eight)
+        with cut:
+            got, kv = attend(case, **heads, **eight)
+        assert got.dtype == dtype and kv.dtype == FP8
+        assert (got - want).abs().max() <= tolerance * max(1.0, 448 * scales[1])
+        assert equal(kv[1:], written[1:])
+
+
+@given(case=cases(), cut=cuts())
+def test_eight_bits_that_nobody_reads_are_never_seen(case: Case, cut: Any) -> None:
+    """NaN in the null block, past a length and before every query's window."""
+    t, window, starts = case.tensors, case.static["sliding_window"], case.tensors["query_start_loc"]
+    eight = in_fp8(case, (0.01, 0.02))
+    spoiled, block_size = torch.full(t["kv"].shape, 0x7F, dtype=torch.uint8), t["kv"].shape[2]
+    for r, length in enumerate(t["seq_lens"].tolist()):
+        first_query = length - int(starts[r + 1] - starts[r])
+        for p in range(0 if window is None else max(0, first_query - window + 1), length):
+            place = int(t["block_table"][r, p // block_size]), slice(None), p % block_size
+            spoiled[place] = eight["kv"].view(torch.uint8)[place]
+    with cut:
+        clean, _ = attend(case, **eight)
+        dirty, _ = attend(case, **(eight | {"kv": spoiled.view(FP8)}))
+    assert equal(dirty, clean) and not clean.isnan().any()
+
+
+@given(case=cases())
+def test_a_cache_of_eight_bits_without_scales_is_refused(case: Case) -> None:
+    """And nothing is written."""
+    kv = in_fp8(case, (1.0, 1.0))["kv"]
+    before = kv.clone()
+    with pytest.raises(TypeError, match="float8_e4m3fn without kv_scales"):
+        case.run(attend=attention.attend, kv=kv)
+    assert equal(kv, before)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from purestep.kernels.cpu import writes
 from purestep.kernels.reference import reference
+from purestep.kernels.reference.scales import FP8
 from tests.laws import equal
 
 BLOCKS = 6
@@ -50,6 +51,18 @@ def test_zero_blocks(blocks: list[int]) -> None:
     got = writes.zero_blocks(kv, named)
     assert got is kv
     assert equal(got, want)
+
+
+@given(data=st.data())
+def test_blocks_of_eight_bits_are_copied_and_zeroed(data: st.DataObject) -> None:
+    """As the reference does it, in the storage that was given; every bit of every number, NaN too."""
+    blocks = data.draw(st.permutations(range(BLOCKS)))
+    source, target, zeroed = torch.tensor(blocks[:3]), torch.tensor(blocks[1:4]), torch.tensor(blocks[4:])
+    kv = torch.arange(BLOCKS * 64, dtype=torch.int32).to(torch.uint8).view(BLOCKS, 2, 4, 2, 4).view(FP8)
+    want = reference.zero_blocks(reference.copy_blocks(kv, source, target), zeroed)
+    assert writes.copy_blocks(kv, source, target) is kv
+    assert writes.zero_blocks(kv, zeroed) is kv
+    assert equal(kv, want)
 
 
 @given(order=st.permutations([1, 2, 3]), blocks=st.permutations(range(1, BLOCKS)))

@@ -66,7 +66,9 @@ def ints(*shape: int) -> Tensor:
     return meta(*shape, dtype=torch.int32)
 
 
-def call_attention(dtype: torch.dtype, dim: int, heads: int, kv_heads: int, **form: Any) -> None:
+def call_attention(
+    dtype: torch.dtype, dim: int, heads: int, kv_heads: int, *, fp8: bool = False, **form: Any
+) -> None:
     """Writing, decoding in one part and in several, a few queries and many; of heads, and of what a projection gave."""
     from purestep.kernels.triton import cuda_donating
 
@@ -77,9 +79,10 @@ def call_attention(dtype: torch.dtype, dim: int, heads: int, kv_heads: int, **fo
         tokens = reqs * max_query_len
         qkv = meta(tokens, heads + 2 * kv_heads, dim, dtype=dtype)
         q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
-        kv = meta(64, 2, 16, kv_heads, dim, dtype=dtype)
+        kv = meta(64, 2, 16, kv_heads, dim, dtype=torch.float8_e4m3fn if fp8 else dtype)
         batch = (ints(reqs + 1), ints(reqs), ints(reqs, 8), meta(tokens, dtype=torch.int64))
         bounds = {"max_query_len": max_query_len, "max_seq_len": 128, "scale": 0.1, **form}
+        bounds["kv_scales"] = meta(2) if fp8 else None
         kernels.attend(q, k, v, kv, *batch, **bounds)
         angles = {"cos": meta(tokens, half, dtype=dtype), "sin": meta(tokens, half, dtype=dtype)}
         for norms in ({}, {"q_gain": gain, "k_gain": gain, "eps": 1e-5}):
@@ -183,7 +186,10 @@ def main() -> None:
     compiled = compile_instead_of_launching()
     call_attention(torch.bfloat16, 128, 32, 8)
     call_attention(torch.bfloat16, 64, 32, 8, sliding_window=64, soft_cap=30.0)
+    call_attention(torch.bfloat16, 128, 32, 8, fp8=True)
     if "--all" in sys.argv:
+        call_attention(torch.float32, 64, 32, 8, fp8=True)
+        call_attention(torch.float16, 96, 6, 2, fp8=True, soft_cap=30.0)
         for dtype in (torch.bfloat16, torch.float32):
             for dim in (32, 96, 256):
                 call_attention(dtype, dim, 6, 2)

@@ -24,6 +24,7 @@ LEFT_TO_TORCH = {
     "temperature_offset",
     "exponentials",
     "gather_ids",
+    "scales_of",
 }
 
 

@@ -60,10 +60,10 @@ def initial_state(
         block_sizes=sizes,
         group_of_layer=tuple(layer.group for layer in model.kv_layers),
         acceptance_rates=limits.acceptance_rates,
-        kv_scales=torch.ones(len(kv), 2, device=device) if has_scales(kv) else None,
+        kv_scales=torch.ones(len(kv), 2, device=device) if _has_scales(kv) else None,
     )
 
 
-def has_scales(kv: tuple[torch.Tensor, ...]) -> bool:
+def _has_scales(kv: tuple[torch.Tensor, ...]) -> bool:
     """Whether keys and values are stored by scales: those of eight bits are."""
     return any(layer.dtype == torch.float8_e4m3fn for layer in kv)

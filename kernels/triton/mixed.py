@@ -104,14 +104,11 @@ def _mixed(
     q, kv, out, scales, query_start_loc, seq_lens, block_table, scale, cap, num_reqs, num_tokens, table_columns,
     q_token, q_head, kv_block, kv_plane, kv_slot, kv_head, table_row, HEADS: tl.constexpr, DIM: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, QUERIES: tl.constexpr, HAS_CAP: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
+    ROWS: tl.constexpr, QUERIES: tl.constexpr, HAS_CAP: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     take_turn(EARLY)
-    group, tile = (
-        tl.program_id(0),
-        tl.num_programs(1) - 1 - tl.program_id(1),
-    )  # those with the most keys begin first
+    # Tiles with the most keys begin first.
+    group, tile = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     request = _request_of(query_start_loc, tile, num_reqs, QUERIES)
     is_request = request < num_reqs
     start = tl.load(query_start_loc + request)
@@ -137,9 +134,8 @@ def _mixed(
         begin = lowest * 0
         seen_by_all = tl.maximum(lowest + 1, 0) // KEYS * KEYS
         if WINDOW > 0:
-            begin = (
-                tl.maximum(lowest - WINDOW + 1, 0) // KEYS * KEYS
-            )  # so that tiles lie alike for every query
+            # Tiles lie alike for every query.
+            begin = tl.maximum(lowest - WINDOW + 1, 0) // KEYS * KEYS
             seen_by_all = begin
         kv = kv + group * kv_head
         table = block_table + request.to(tl.int64) * table_row

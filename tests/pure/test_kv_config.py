@@ -15,11 +15,13 @@ from purestep.pure.errors import KVCacheConfigError
 from purestep.pure.initial import initial_state
 from purestep.pure.kv_config import (
     HND,
+    KV_CACHE_DTYPES,
     NHD,
     check_kv_cache_config,
     group_by_window,
     kernel_block_size,
     kv_cache_config,
+    kv_cache_dtype,
     kv_cache_groups,
     kv_cache_shape,
     kv_cache_strides,
@@ -358,3 +360,15 @@ def test_a_broken_configuration_is_refused() -> None:
         with pytest.raises(KVCacheConfigError, match=message):
             check_kv_cache_config(config)
     check_kv_cache_config(good)
+
+
+@pytest.mark.parametrize("model_dtype", [torch.float32, torch.bfloat16])
+def test_types_of_a_cache_by_upstreams_names(model_dtype: torch.dtype) -> None:
+    """Auto is the model's own; what is none is refused with those that there are."""
+    found = {name: assert_pure(kv_cache_dtype, name, model_dtype) for name in KV_CACHE_DTYPES}
+    assert found["auto"] == model_dtype
+    assert found["fp8"] == found["fp8_e4m3"] == torch.float8_e4m3fn
+    for name in ("float32", "bfloat16", "float16"):
+        assert found[name] == getattr(torch, name)
+    with pytest.raises(KVCacheConfigError, match=r"kv_cache_dtype='int4': give one of auto, .*fp8"):
+        kv_cache_dtype("int4", model_dtype)

@@ -9,8 +9,6 @@
 Plans are values, made before anything runs. In the end the engine goes on as if nothing had been.
 """
 
-import attrs
-
 from purestep.pure.errors import BenchmarkError
 from purestep.pure.plan import plan_step
 from purestep.pure.record import replace
@@ -54,4 +52,4 @@ def plans_ahead(turns: Turns, num_steps: int) -> Plans:
 
 def put_back(turns: Turns, moment: Moment, leased: Leased) -> None:
     """Give the engine its buffers back, as they were at the moment."""
-    turns.now = attrs.evolve(turns.now, leased=rewind(moment, leased))
+    turns.now = replace(turns.now, leased=rewind(moment, leased))

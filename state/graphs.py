@@ -36,6 +36,9 @@ from purestep.state.graph_api import Graph, GraphApi
 from purestep.state.pending import Sender, ToHost
 from purestep.state.pieces import CapturedPieces, Places, capture_pieces
 
+Answered = tuple[tuple[Any, ...], "GraphKey | None"]  # what `covering` was asked, and its answer
+UNASKED: Answered = ((None,), None)
+
 
 @record(static=True)
 class GraphKey:
@@ -101,7 +104,7 @@ class CapturedSteps:
         self._shapes: list[SamplerShape] = []  # those captured, the cheapest first
         self._wanted: tuple[GraphKey, ...] = ()  # what was to be captured, and is unless that was interrupted
         self._before: CapturedSteps | None = None  # who has it yet
-        self._forget_covering()
+        self._answered = UNASKED
 
     def __contains__(self, key: GraphKey) -> bool:
         return key in self._graphs or key in self._pieces
@@ -201,7 +204,7 @@ class CapturedSteps:
 
     def _forget_covering(self) -> None:
         """What is captured has changed, so that `covering` looks again."""
-        self._answered: tuple[tuple[Any, ...], GraphKey | None] = ((None,), None)
+        self._answered = UNASKED
 
     def _find(
         self, execution: BatchExecution, sampler: SamplerShape, num_steps: int, num_drafts: int

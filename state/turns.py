@@ -12,7 +12,6 @@ from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
-import attrs
 import numpy as np
 import torch.utils._pytree as pytree
 
@@ -132,7 +131,7 @@ class Turns:
                 now = self.now
                 propose = partial(drafted, self._drafter, now.kept, now.queue, now.batch)
                 kept, queue = self._calling_out(propose)
-                self.now = attrs.evolve(self.now, kept=kept, queue=queue)
+                self.now = replace(self.now, kept=kept, queue=queue)
         elif not begun and len(self.now.queue.live):
             self._refuse_to_stand_still()
 
@@ -194,7 +193,7 @@ class Turns:
     def swept(self) -> Now:
         """What is known, without moments that were dropped."""
         while self._dropped and not self._calls_out:
-            self.now = attrs.evolve(self.now, queue=let_go(self.now.queue, self._dropped[0]))
+            self.now = replace(self.now, queue=let_go(self.now.queue, self._dropped[0]))
             self._dropped.popleft()
         return self.now
 
@@ -218,14 +217,14 @@ class Turns:
         for request in requests:
             queue = add(queue, request, vocab_size=vocab_size)
             self._calling_out(partial(self._try_processors, request))
-        self.now = attrs.evolve(self.now, queue=queue, book=book)
+        self.now = replace(self.now, queue=queue, book=book)
 
     def abort(self, req_ids: Sequence[str]) -> list[RequestOutput]:
         """Drop submissions; what they have so far. Ids that are not in use are ignored."""
         self.refuse_reentry()
         self.publish()
         book, samples, outputs = book_abort(self.now.book, req_ids)
-        self.now = attrs.evolve(self.now, queue=abort(self.now.queue, samples), book=book)
+        self.now = replace(self.now, queue=abort(self.now.queue, samples), book=book)
         return outputs
 
     def tell(self, numbers: Iterable[int], *, of: Container[int] | None = None) -> dict[int, RequestOutput]:
@@ -236,7 +235,7 @@ class Turns:
 
     def forget(self) -> None:
         """Nothing was submitted, and there is no news of anything."""
-        self.now = attrs.evolve(self.now, book=Book())
+        self.now = replace(self.now, book=Book())
 
     def use(self, params: Params, *, keep_kv: bool) -> None:
         """Other parameters from the next step on; graphs are captured anew if the tensors lie elsewhere.
@@ -245,7 +244,7 @@ class Turns:
         """
         now = self.ready()
         queue = set_version(now.queue, params.version, keep_kv=keep_kv)
-        self.now = attrs.evolve(now, queue=queue, bound=rebind(now.bound, params))
+        self.now = replace(now, queue=queue, bound=rebind(now.bound, params))
         self.ready()
 
     def remember(self) -> EngineMoment:
@@ -253,7 +252,7 @@ class Turns:
         now = self.settled()
         number = next(self._moment_numbers)
         shareable = hold(now.queue, number)
-        now = attrs.evolve(now, queue=shareable.queue, batch=keep_blocks(now.batch, shareable.kept))
+        now = replace(now, queue=shareable.queue, batch=keep_blocks(now.batch, shareable.kept))
         known = Known(now.queue, now.batch, now.book, now.in_flight, now.kept)
         moment = EngineMoment(number, known, remember(now.leased, now.batch), self._dropped)
         self.now = now
@@ -295,7 +294,7 @@ class Turns:
         queue, scheduled = schedule(before.queue, self.steps_at_once(before.batch.layout.bounds))
         batch = update_states(before.batch, scheduled)
         if not scheduled.req_ids:
-            self.now = attrs.evolve(before, queue=queue, batch=batch)
+            self.now = replace(before, queue=queue, batch=batch)
             return False
         book = before.book
         if scheduled.scheduled_new_reqs:
@@ -359,7 +358,7 @@ class Turns:
     def _recover(self) -> None:
         """After a failure half-way: the buffers start empty, and every running request is computed again."""
         now = self.now
-        self.now = attrs.evolve(
+        self.now = replace(
             now,
             queue=preempt_all(now.queue),
             batch=give_up(now.batch),

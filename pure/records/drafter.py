@@ -20,7 +20,7 @@ Drafts = tuple[tuple[int, ...], ...]  # of each request
 
 def is_count(value: object) -> bool:
     """Whether this is a whole number of at least 1."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= 1)
 
 
 def _check_num_drafts(num_drafts: object) -> None:

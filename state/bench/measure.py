@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import attrs
 
@@ -176,7 +177,9 @@ class Bench:
                     row, level="step", facts={**row.facts, "uploads": step.num_uploads, "unroll": 1}
                 )
             if "host" in wanted.what:
-                facts = {"includes_step": not wanted.subject.is_gpu}  # a CPU computes it meanwhile
+                facts: dict[str, Any] = {
+                    "includes_step": not wanted.subject.is_gpu
+                }  # a CPU computes it meanwhile
                 host = Row(bench="host", shape=wanted.name, batch=batch, unit="us", value=None, facts=facts)
                 yield attrs.evolve(host, level="step", value=run_us(turns, method, self.clock))
                 unroll = steps_at_once(engine, batch, SAMPLINGS["decode"])

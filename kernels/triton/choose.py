@@ -18,8 +18,10 @@ from purestep.kernels.triton.select import entries, scaled, survey
 from purestep.kernels.triton.shared import (
     LARGEST_KEY,
     SMALLEST_KEY,
+    cdiv,
     early_launch,
     float_of,
+    next_power_of_2,
     order_key,
     take_turn,
 )
@@ -75,7 +77,7 @@ def choose_by(
     if out.numel() == 0:
         return out[0], out[1]
     peaks, _ = survey(logits, sub_block)
-    subs, chunks = triton.next_power_of_2(peaks.shape[1]), triton.cdiv(vocab, CHUNK)
+    subs, chunks = next_power_of_2(peaks.shape[1]), cdiv(vocab, CHUNK)
     size = subs + capacity if truncated else 0
     scratch = torch.empty(reqs, size + FACTS.value + 2 * chunks, dtype=torch.int32, device=logits.device)
     values = torch.empty(reqs, capacity if truncated else 0, dtype=torch.float32, device=logits.device)
@@ -97,7 +99,7 @@ def choose_by(
         out,
         step,
         chunks,
-        BLOCK=triton.next_power_of_2(chunks),
+        BLOCK=next_power_of_2(chunks),
         num_warps=1,
         **early_launch(),
     )
@@ -258,7 +260,7 @@ def judge(
         _judge[(reqs,)](
             logits, best, processed, tokens, stop_ids, *given, token_ids, flags, logits.stride(0), processed.stride(0),
             *stop_ids.stride(), *(x.stride(0) for x in given), reqs, IDS=stop_ids.shape[1],
-            BLOCK=triton.next_power_of_2(stop_ids.shape[1]), num_warps=1, **early_launch(),
+            BLOCK=next_power_of_2(stop_ids.shape[1]), num_warps=1, **early_launch(),
         )  # fmt: skip
     return token_ids, flags[0], flags[1]
 

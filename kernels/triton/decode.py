@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from purestep.kernels.triton.rotation import Rotation, load_angles, load_turned, place_of
-from purestep.kernels.triton.shared import INTERPRETED, early_launch, stored, take_turn
+from purestep.kernels.triton.shared import INTERPRETED, early_launch, next_power_of_2, stored, take_turn
 from purestep.kernels.triton.softmax import (
     ScoreForm,
     Tile,
@@ -41,7 +41,7 @@ def decode_tile(dtype: torch.dtype, head_dim: int, group: int, num_pairs: int) -
     Narrow types: what was fastest within captured steps on an H200, at 8, 64, 512 and 2048 pairs of 1120 keys
     (tests/bench/results/h200_products.json).
     """
-    rows = max(16, triton.next_power_of_2(group))
+    rows = max(16, next_power_of_2(group))
     if is_wide(dtype):
         return Tile(rows, keys=32 if head_dim <= 64 else 16, num_warps=4, num_stages=3)
     if head_dim > 128:

@@ -6,10 +6,12 @@ import triton.language as tl
 from torch import Tensor
 
 from purestep.kernels.triton.shared import (
+    cdiv,
     check_floats,
     check_rows,
     early_launch,
     let_next_begin,
+    next_power_of_2,
     rounded,
     take_turn,
     wait_for_previous,
@@ -37,9 +39,9 @@ def _normed(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> t
         return out, total
     groups, x_steps, other_steps = _groups(x), _steps(x), _steps(other)
     num_rows, width = x.numel() // x.shape[-1], x.shape[-1]
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     rows = max(1, 1024 // block)
-    _rms_norm[(triton.cdiv(num_rows, rows),)](
+    _rms_norm[(cdiv(num_rows, rows),)](
         x, other, weight, out, total, eps, num_rows, groups, *x_steps, *other_steps,
         WIDTH=width, BLOCK=block, ROWS=rows, ADD=residual is not None,
         num_warps=4 if block <= 2048 else 8 if block <= 8192 else 16, **early_launch(),
@@ -104,8 +106,8 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
         _rotate[(num_tokens, 2)](
             q, k, cos.contiguous(), sin.contiguous(), *turned, *q.stride()[:2], *k.stride()[:2],
             Q_HEADS=q.shape[1], K_HEADS=k.shape[1], HALF=half,
-            Q_BLOCK=triton.next_power_of_2(q.shape[1]), K_BLOCK=triton.next_power_of_2(k.shape[1]),
-            BLOCK=triton.next_power_of_2(half), enable_fp_fusion=False,
+            Q_BLOCK=next_power_of_2(q.shape[1]), K_BLOCK=next_power_of_2(k.shape[1]),
+            BLOCK=next_power_of_2(half), enable_fp_fusion=False,
         )  # fmt: skip
     return turned
 
@@ -183,8 +185,8 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     width = gate_up.shape[-1] // 2
     out = torch.empty(*gate_up.shape[:-1], width, dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
-        block = min(triton.next_power_of_2(width), 1024)
-        _silu_and_mul[(out.numel() // width, triton.cdiv(width, block))](
+        block = min(next_power_of_2(width), 1024)
+        _silu_and_mul[(out.numel() // width, cdiv(width, block))](
             gate_up.contiguous(), out, WIDTH=width, BLOCK=block, **early_launch()
         )
     return out

@@ -20,7 +20,7 @@ from purestep.kernels.triton.ends import (
     together,
 )
 from purestep.kernels.triton.layout import request_of
-from purestep.kernels.triton.shared import early_launch, take_turn
+from purestep.kernels.triton.shared import cdiv, early_launch, next_power_of_2, take_turn
 from purestep.kernels.types import Kernels
 
 
@@ -54,11 +54,11 @@ def lay_out_drafts(
     _lay_out_requests[(1,)](
         row_of_index, query_start_loc, ledger, drafts, room, starts, seq_lens, logits_indices, discard, verified,
         num_reqs, max_seq_len, ledger.stride(0), drafts.stride(0), NUM_DRAFTS=num_drafts,
-        BLOCK=triton.next_power_of_2(max(num_reqs, 1)),
+        BLOCK=next_power_of_2(max(num_reqs, 1)),
     )  # fmt: skip
     if num_reqs and num_tokens:
         for own, table, size in zip(slots, block_tables, block_sizes, strict=True):
-            _lay_out_tokens[(triton.cdiv(num_tokens, LANES),)](
+            _lay_out_tokens[(cdiv(num_tokens, LANES),)](
                 row_of_index, starts, ledger, drafts, token_ids, table, seq_lens, input_ids, positions, own,
                 num_tokens, num_reqs, ledger.stride(0), drafts.stride(0), token_ids.stride(0), token_ids.shape[1],
                 table.stride(0), table.shape[1], BLOCK_SIZE=size, STEPS=num_reqs.bit_length(), LANES=LANES,
@@ -157,7 +157,7 @@ def advance_drafts(
     num_reqs, num_rows = row_of_index.shape[0], ledger.shape[1]
     kept, computed, stays, now_nan = together(sampled, seq_lens, discard, discard)
     given = (row_of_index, seq_lens, discard, sampled, stops, has_nan)
-    _advance_drafts[(triton.cdiv(max(num_reqs, num_rows), LANES),)](
+    _advance_drafts[(cdiv(max(num_reqs, num_rows), LANES),)](
         ledger, token_ids, *(x.contiguous() for x in given), kept, computed, stays, now_nan, num_reqs, num_rows,
         ledger.stride(0), token_ids.stride(0), token_ids.shape[1], WIDTH=sampled.shape[1], LANES=LANES,
         **early_launch(),

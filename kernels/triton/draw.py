@@ -11,10 +11,12 @@ from torch import Tensor
 from purestep.kernels.triton.shared import (
     LARGEST_KEY,
     SMALLEST_KEY,
+    cdiv,
     check_floats,
     check_rows,
     early_launch,
     float_of,
+    next_power_of_2,
     order_key,
     rounded,
     take_turn,
@@ -40,7 +42,7 @@ def _best(logits: Tensor, exponential: Tensor | None) -> Tensor:
     check_floats("greedy", logits)
     check_rows("greedy", logits=logits)
     reqs, vocab = logits.shape
-    chunks = triton.cdiv(vocab, CHUNK)
+    chunks = cdiv(vocab, CHUNK)
     keys = torch.empty(reqs, chunks, dtype=torch.int32, device=logits.device)
     ids = torch.empty_like(keys)
     out = torch.empty(reqs, dtype=torch.int64, device=logits.device)
@@ -51,7 +53,7 @@ def _best(logits: Tensor, exponential: Tensor | None) -> Tensor:
             **early_launch(),
         )  # fmt: skip
         _best_of_row[(reqs,)](
-            keys, ids, out, chunks, BLOCK=triton.next_power_of_2(chunks), num_warps=1, **early_launch()
+            keys, ids, out, chunks, BLOCK=next_power_of_2(chunks), num_warps=1, **early_launch()
         )
     return out
 
@@ -90,14 +92,14 @@ def scale_by_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
     check_floats("scale_by_temperature", logits)
     check_rows("scale_by_temperature", logits=logits)
     reqs, vocab = logits.shape
-    chunks = triton.cdiv(vocab, CHUNK)
+    chunks = cdiv(vocab, CHUNK)
     keys = torch.empty(reqs, chunks, dtype=torch.int32, device=logits.device)
     out = torch.empty(reqs, vocab, dtype=logits.dtype, device=logits.device)
     if out.numel():
         _largest_of_chunk[(reqs, chunks)](logits, keys, logits.stride(0), vocab, chunks, CHUNK=CHUNK)
         _scale[(reqs, chunks)](
             logits, temperature, keys, out, logits.stride(0), temperature.stride(0), vocab, chunks, CHUNK=CHUNK,
-            BLOCK=triton.next_power_of_2(chunks),
+            BLOCK=next_power_of_2(chunks),
         )  # fmt: skip
     return out
 

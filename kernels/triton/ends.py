@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from purestep.kernels.triton.layout import request_of
-from purestep.kernels.triton.shared import early_launch, take_turn
+from purestep.kernels.triton.shared import cdiv, early_launch, take_turn
 from purestep.kernels.types import Kernels
 
 LANES = 128
@@ -46,7 +46,7 @@ def lay_out(
     discard = torch.empty(num_reqs, dtype=torch.bool, device=device)
     per_req = (seq_lens, logits_indices, discard)
     if num_reqs:
-        grid = (triton.cdiv(max(num_tokens, num_reqs), LANES),)
+        grid = (cdiv(max(num_tokens, num_reqs), LANES),)
         for own, table, size in zip(slots, block_tables, block_sizes, strict=True):
             _lay_out[grid](
                 row_of_index, query_start_loc, ledger, token_ids, table, room, input_ids, positions, own, *per_req,
@@ -132,7 +132,7 @@ def advance(
     num_reqs, num_rows = row_of_index.shape[0], ledger.shape[1]
     kept, computed, stays, now_nan = together(sampled, seq_lens, discard, discard)
     given = (row_of_index, seq_lens, discard, sampled, stops, has_nan)
-    _advance[(triton.cdiv(max(num_reqs, num_rows), LANES),)](
+    _advance[(cdiv(max(num_reqs, num_rows), LANES),)](
         ledger, token_ids, *(x.contiguous() for x in given), kept, computed, stays, now_nan, num_reqs, num_rows,
         ledger.stride(0), token_ids.stride(0), token_ids.shape[1], LANES=LANES, **early_launch(),
     )  # fmt: skip
@@ -141,7 +141,7 @@ def advance(
 
 def together(*columns: Tensor) -> list[Tensor]:
     """Columns like these, unfilled, in one allocation: one copy brings them all to the host."""
-    ends = list(itertools.accumulate([triton.cdiv(x.nbytes, 16) * 16 for x in columns], initial=0))
+    ends = list(itertools.accumulate([cdiv(x.nbytes, 16) * 16 for x in columns], initial=0))
     data = torch.empty(ends[-1], dtype=torch.uint8, device=columns[0].device)
     return [
         data[at : at + x.nbytes].view(x.dtype).view(x.shape) for at, x in zip(ends, columns, strict=False)

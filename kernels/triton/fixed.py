@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from purestep.kernels.triton.shared import check_floats, early_launch, rounded, take_turn
+from purestep.kernels.triton.shared import cdiv, check_floats, early_launch, rounded, take_turn
 from purestep.kernels.triton.skinny import SkinnyTile, load_part, product, skinny
 from purestep.kernels.types import Kernels
 
@@ -52,14 +52,14 @@ def _multiplied(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dty
     splits = slices > 1 and num_tokens <= 256
     out = torch.empty(num_tokens, num_out, dtype=dtype, device=x.device)
     target = torch.empty(slices, num_tokens, num_out, dtype=torch.float32, device=x.device) if splits else out
-    grid = (triton.cdiv(num_out, rows), triton.cdiv(num_tokens, tokens), slices if splits else 1)
+    grid = (cdiv(num_out, rows), cdiv(num_tokens, tokens), slices if splits else 1)
     stages = 4 if x.dtype.itemsize == 2 else 2
     _fixed[grid](
         x, weight, bias, target, num_tokens, num_out, WIDTH=num_in, TOKENS=tokens, ROWS=rows, SLICES=slices,
         BLOCK=COLUMNS, STAGES=stages, SPLIT=splits, num_warps=warps, **early_launch(),
     )  # fmt: skip
     if splits:
-        _add_slices[(num_tokens, triton.cdiv(num_out, CHUNK))](
+        _add_slices[(num_tokens, cdiv(num_out, CHUNK))](
             target, bias, out, num_out, num_tokens * num_out, SLICES=slices, CHUNK=CHUNK, **early_launch()
         )
     return out

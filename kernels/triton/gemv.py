@@ -11,7 +11,14 @@ import triton.language as tl
 from torch import Tensor
 
 from purestep.kernels.record import record
-from purestep.kernels.triton.shared import early_launch, let_next_begin, rounded, wait_for_previous
+from purestep.kernels.triton.shared import (
+    cdiv,
+    early_launch,
+    let_next_begin,
+    next_power_of_2,
+    rounded,
+    wait_for_previous,
+)
 
 
 @record(static=True)
@@ -51,10 +58,10 @@ def gemv(
     num_in, num_out = weight.shape[1], weight.shape[0] // (2 if gated else 1)
     out = torch.empty(num_out, dtype=out_dtype or x.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(x)
-    _gemv[(triton.cdiv(num_out, tile.rows),)](
+    _gemv[(cdiv(num_out, tile.rows),)](
         x, residual, None if norm is None else norm.gain, weight, bias, out, total,
         0.0 if norm is None else norm.eps, num_out,
-        WIDTH=num_in, FULL=triton.next_power_of_2(num_in), ROWS=tile.rows, BLOCK=tile.columns, GATED=gated,
+        WIDTH=num_in, FULL=next_power_of_2(num_in), ROWS=tile.rows, BLOCK=tile.columns, GATED=gated,
         num_warps=tile.num_warps, **early_launch(),
     )  # fmt: skip
     return out, total

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from purestep.kernels.triton.shared import check_floats, check_rows
+from purestep.kernels.triton.shared import cdiv, check_floats, check_rows
 
 WORDS = 128  # of a mask, per program: 4,096 tokens
 BITS = tl.constexpr(32)  # of a word
@@ -16,7 +16,7 @@ def apply_grammar_bitmask(logits: Tensor, bitmask: Tensor, mask_of_row: Tensor) 
     check_rows("apply_grammar_bitmask", logits=logits, bitmask=bitmask)
     rows, vocab = logits.shape
     if logits.numel():
-        _forbid[(rows, triton.cdiv(vocab, WORDS * 32))](
+        _forbid[(rows, cdiv(vocab, WORDS * 32))](
             logits, bitmask, mask_of_row, logits.stride(0), bitmask.stride(0), mask_of_row.stride(0), vocab,
             WORDS=WORDS,
         )  # fmt: skip

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from purestep.kernels.triton.shared import early_launch, take_turn
+from purestep.kernels.triton.shared import cdiv, early_launch, next_power_of_2, take_turn
 
 TOKENS = 128  # per program
 WORDS = 1024  # of a row, per program
@@ -18,7 +18,7 @@ def ragged_index(query_start_loc: Tensor, num_tokens: int) -> tuple[Tensor, Tens
     offset = torch.empty_like(index)
     num_reqs = query_start_loc.shape[0] - 1
     if num_tokens:
-        _ragged_index[(triton.cdiv(num_tokens, TOKENS),)](
+        _ragged_index[(cdiv(num_tokens, TOKENS),)](
             query_start_loc, index, offset, num_tokens, num_reqs, STEPS=num_reqs.bit_length(), TOKENS=TOKENS
         )
     return index, offset
@@ -60,10 +60,10 @@ def take_rows(tables: tuple[Tensor, ...], rows: Tensor) -> tuple[Tensor, ...]:
         pairs = [
             (table.view(torch.int32), out.view(torch.int32)) for table, out in zip(tables, outs, strict=True)
         ]
-        _take_rows[(rows.shape[0], triton.cdiv(max(widths), WORDS))](
+        _take_rows[(rows.shape[0], cdiv(max(widths), WORDS))](
             rows, *(part for pair in (*pairs, *[(None, None)] * missing) for part in pair),
             *(table.stride(0) for table in tables), *[0] * missing, *widths, *[0] * missing,
-            BLOCK=min(triton.next_power_of_2(max(widths)), WORDS), num_warps=1 if max(widths) <= 64 else 4,
+            BLOCK=min(next_power_of_2(max(widths)), WORDS), num_warps=1 if max(widths) <= 64 else 4,
             **early_launch(),
         )  # fmt: skip
     return outs

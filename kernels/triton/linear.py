@@ -8,14 +8,13 @@ float32 and round where the reference rounds.
 """
 
 import torch
-import triton
 from torch import Tensor
 from torch.nn import functional
 
 from purestep.kernels.reference import compositions
 from purestep.kernels.triton.dense import add_rms_norm, rms_norm, silu_and_mul
 from purestep.kernels.triton.gemv import GemvTile, Norm, gemv
-from purestep.kernels.triton.shared import FLOATS
+from purestep.kernels.triton.shared import FLOATS, next_power_of_2
 from purestep.kernels.triton.skinny import SkinnyTile, skinny
 from purestep.kernels.types import Kernels
 
@@ -23,6 +22,7 @@ MANY_ROWS = 6400  # of each half of a gated weight: a hundred programs of 64
 VOCABULARY = 32768  # rows of a weight that is a head
 FEWEST_ROWS, MOST_ROWS = 960, 4096  # of a weight that is cut into slices
 SLICES = 4
+MOST_TOKENS = 64  # rows of a product that may be our own kernel's
 
 
 def tile_for(
@@ -42,7 +42,7 @@ def tile_for(
         return None
     if num_tokens <= 16:
         return _tile_for_a_few(num_tokens, num_out, num_in, gated=gated)
-    if gated and 32 < num_tokens <= 64 and num_in <= 2048 and num_out >= MANY_ROWS:
+    if gated and 32 < num_tokens <= MOST_TOKENS and num_in <= 2048 and num_out >= MANY_ROWS:
         return SkinnyTile(64, 64, 64, 4, 5)
     return None
 
@@ -60,7 +60,7 @@ def _tile_for_a_few(num_tokens: int, num_out: int, num_in: int, *, gated: bool) 
 def _tile_for_one(num_in: int, *, gated: bool, normed: bool) -> GemvTile | None:
     """The tile for one row: columns that divide it if any do, and as many rows as keep enough on their way."""
     divisors = [c for c in (2048, 1024, 512) if num_in % c == 0]
-    columns = divisors[0] if divisors else min(triton.next_power_of_2(num_in), 2048)
+    columns = divisors[0] if divisors else min(next_power_of_2(num_in), 2048)
     if gated:
         if num_in > 2048:
             return None
@@ -151,6 +151,8 @@ def _tile(
     x: Tensor, weight: Tensor, *others: Tensor | None, gated: bool = False, normed: bool = False
 ) -> GemvTile | SkinnyTile | None:
     """How to cut the product; None if types or strides are not those that our kernels take."""
+    if x.numel() > MOST_TOKENS * x.shape[-1]:
+        return None
     given = (x, weight, *(other for other in others if other is not None))
     if x.numel() == 0 or x.dtype not in FLOATS:
         return None

@@ -15,7 +15,7 @@ from purestep.kernels.triton.select import (
     survey,
     weigh,
 )
-from purestep.kernels.triton.shared import SMALLEST_KEY, check_floats, check_rows
+from purestep.kernels.triton.shared import SMALLEST_KEY, check_floats, check_rows, next_power_of_2
 
 SUB_BLOCK = 128
 CAPACITY = 2048  # candidates of a row; with more, the largest are looked for in the whole row
@@ -56,14 +56,14 @@ def gather_by(
     out_values = torch.empty(reqs, n + 1, dtype=logprobs.dtype, device=device)
     ranks = torch.empty(reqs, dtype=torch.int64, device=device)
     if reqs:
-        subs, most = triton.next_power_of_2(peaks.shape[1]), max(triton.next_power_of_2(n), 16)
+        subs, most = next_power_of_2(peaks.shape[1]), max(next_power_of_2(n), 16)
         scratch = torch.empty(reqs, subs + capacity, dtype=torch.int32, device=device)
         values = torch.empty(reqs, capacity, dtype=torch.float32, device=device)
         winners = torch.empty(reqs, most, dtype=torch.int64, device=device)
         _gather[(reqs,)](
             logprobs, ids, peaks, counts, scratch, values, winners, out_ids, out_values, ranks, logprobs.stride(0),
             ids.stride(0), vocab, peaks.shape[1], counts.shape[1], N=n, MOST=most, SUB=sub_block, SUBS=subs,
-            CAPACITY=capacity, CHUNKS=triton.next_power_of_2(counts.shape[1]), num_warps=8,
+            CAPACITY=capacity, CHUNKS=next_power_of_2(counts.shape[1]), num_warps=8,
         )  # fmt: skip
     return out_ids, out_values, ranks
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from purestep.kernels.triton.shared import INTERPRETED, early_launch, take_turn
+from purestep.kernels.triton.shared import INTERPRETED, early_launch, next_power_of_2, take_turn
 from purestep.kernels.triton.softmax import (
     ScoreForm,
     Tile,
@@ -46,7 +46,7 @@ def mixed_tile(dtype: torch.dtype, head_dim: int, group: int, queries: int) -> T
         tile = Tile(64, 64, num_warps=4, num_stages=3)
     else:
         tile = Tile(256, 64, num_warps=8, num_stages=3)
-    rows = triton.next_power_of_2(max(tile.rows, group))
+    rows = next_power_of_2(max(tile.rows, group))
     return Tile(rows, tile.keys, tile.num_warps, tile.num_stages)
 
 

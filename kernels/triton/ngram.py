@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from purestep.kernels.triton.shared import check_rows
+from purestep.kernels.triton.shared import cdiv, check_rows, next_power_of_2
 
 PART = 1024  # positions of a history, per program
 
@@ -31,7 +31,7 @@ def propose_ngram(
     reqs, width, device = rows.shape[0], token_ids.shape[1], token_ids.device
     out = torch.empty(reqs, num_drafts, dtype=torch.int32, device=device)
     if out.numel():
-        parts = triton.cdiv(width, PART)
+        parts = cdiv(width, PART)
         found = torch.empty(reqs, parts, dtype=torch.int64, device=device)
         steps = (token_ids.stride(0), rows.stride(0), lengths.stride(0))
         _search[(reqs, parts)](
@@ -39,7 +39,7 @@ def propose_ngram(
         )  # fmt: skip
         _copy_out[(reqs,)](
             token_ids, rows, lengths, room, found, out, *steps, room.stride(0), width, parts, MIN_N=min_n,
-            NUM=num_drafts, LANES=triton.next_power_of_2(num_drafts), BLOCK=triton.next_power_of_2(parts), num_warps=1,
+            NUM=num_drafts, LANES=next_power_of_2(num_drafts), BLOCK=next_power_of_2(parts), num_warps=1,
         )  # fmt: skip
     return out
 

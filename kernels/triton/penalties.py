@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from purestep.kernels.triton.shared import check_floats, check_rows, rounded
+from purestep.kernels.triton.shared import cdiv, check_floats, check_rows, rounded
 
 COLUMNS = 1024  # of a history, per program
 CHUNK = 4096  # of the vocabulary, per program
@@ -34,12 +34,12 @@ def penalize(
     seen = torch.zeros(reqs, vocab, dtype=torch.int32, device=logits.device)
     columns = history.shape[1]
     if columns:
-        _count[(reqs, triton.cdiv(columns, COLUMNS))](
+        _count[(reqs, cdiv(columns, COLUMNS))](
             seen, history, prompt_lengths, lengths, history.stride(0), prompt_lengths.stride(0), lengths.stride(0),
             vocab, columns, COLUMNS=COLUMNS,
         )  # fmt: skip
     weights = (repetition, frequency, presence)
-    _penalize[(reqs, triton.cdiv(vocab, CHUNK))](
+    _penalize[(reqs, cdiv(vocab, CHUNK))](
         logits, seen, out, *weights, logits.stride(0), *(w.stride(0) for w in weights), vocab, CHUNK=CHUNK,
         enable_fp_fusion=False,
     )  # fmt: skip

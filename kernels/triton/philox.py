@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from purestep.kernels.triton.shared import cdiv
+
 BLOCKS = 512  # of four columns each, per program
 
 
@@ -15,7 +17,7 @@ def uniforms(seed: Tensor, stream: Tensor, output_index: Tensor, *, purpose: int
     """
     out = torch.empty(seed.shape[0], width, dtype=torch.float32, device=seed.device)
     if out.numel():
-        grid = (seed.shape[0], triton.cdiv(width, 4 * BLOCKS))
+        grid = (seed.shape[0], cdiv(width, 4 * BLOCKS))
         _uniforms[grid](
             out, seed, stream, output_index, seed.stride(0), stream.stride(0), output_index.stride(0), width,
             PURPOSE=purpose, BLOCKS=BLOCKS,

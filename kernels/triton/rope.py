@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from purestep.kernels.reference.rope import Scaling
-from purestep.kernels.triton.shared import FLOATS, early_launch, rounded, take_turn
+from purestep.kernels.triton.shared import FLOATS, cdiv, early_launch, rounded, take_turn
 
 ENTRIES = 256  # per program
 
@@ -33,7 +33,7 @@ def angles(
     sin = torch.empty_like(cos)
     if cos.numel():
         factor, low, high, context = scaling or (1.0, 0.0, 1.0, 0)
-        _angles[(triton.cdiv(cos.numel(), ENTRIES),)](
+        _angles[(cdiv(cos.numel(), ENTRIES),)](
             positions, cos, sin, cos.numel(), positions.stride(0), HALF=half, STEP=-2 * math.log2(theta) / head_dim,
             FACTOR=factor, LOW=low, HIGH=high, CONTEXT=context, SLOWED=scaling is not None, ENTRIES=ENTRIES,
             **early_launch(),

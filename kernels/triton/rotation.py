@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from purestep.kernels.record import record
-from purestep.kernels.triton.shared import early_launch, rounded, stored, take_turn
+from purestep.kernels.triton.shared import early_launch, next_power_of_2, rounded, stored, take_turn
 from purestep.kernels.triton.softmax import lanes
 
 
@@ -53,8 +53,8 @@ def turn_and_write(
         _turn_and_write[(num_tokens, 2)](
             q, k, v, kv, turned, rotation.cos, rotation.sin, rotation.q_gain, rotation.k_gain, slot_mapping,
             kv_scales, rotation.eps, kv.shape[0], q.stride(0), q.stride(1), *k.stride()[:2], *v.stride()[:2],
-            *kv.stride()[:4], Q_HEADS=num_heads, KV_HEADS=k.shape[1], Q_ROWS=triton.next_power_of_2(num_heads),
-            KV_ROWS=triton.next_power_of_2(k.shape[1]), DIM=dim, WIDTH=lanes(dim), BLOCK_SIZE=kv.shape[2],
+            *kv.stride()[:4], Q_HEADS=num_heads, KV_HEADS=k.shape[1], Q_ROWS=next_power_of_2(num_heads),
+            KV_ROWS=next_power_of_2(k.shape[1]), DIM=dim, WIDTH=lanes(dim), BLOCK_SIZE=kv.shape[2],
             enable_fp_fusion=False, **early_launch(),
         )  # fmt: skip
     return turned

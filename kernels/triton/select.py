@@ -13,6 +13,7 @@ from torch import Tensor
 from purestep.kernels.triton.shared import (
     LARGEST_KEY,
     SMALLEST_KEY,
+    cdiv,
     check_floats,
     check_rows,
     float_of,
@@ -33,7 +34,7 @@ def survey(values: Tensor, sub_block: int, than: Tensor | None = None) -> tuple[
     check_floats("survey", values)
     check_rows("survey", values=values)
     rows, width = values.shape
-    chunks, subs = triton.cdiv(width, CHUNK), triton.cdiv(width, sub_block)
+    chunks, subs = cdiv(width, CHUNK), cdiv(width, sub_block)
     peaks = torch.empty(rows, subs, dtype=torch.int32, device=values.device)
     counts = None if than is None else torch.empty(rows, chunks, dtype=torch.int32, device=values.device)
     if peaks.numel():

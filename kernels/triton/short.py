@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from purestep.kernels.triton.decode import LONGEST_PART, join_parts, num_parts, parts_of
-from purestep.kernels.triton.shared import INTERPRETED, early_launch, take_turn
+from purestep.kernels.triton.shared import INTERPRETED, early_launch, next_power_of_2, take_turn
 from purestep.kernels.triton.softmax import (
     ScoreForm,
     Tile,
@@ -34,7 +34,7 @@ FEWEST_PARTS = 8  # that keys are split into, if at all: else one pass over them
 
 def few_queries(group: int) -> int:
     """How many queries of a request are few, where so many heads share a key head."""
-    rows: int = triton.next_power_of_2(group)
+    rows: int = next_power_of_2(group)
     return max(1, min(MOST_QUERIES, MOST_ROWS // rows))
 
 
@@ -49,7 +49,7 @@ def is_short(num_tokens: int, num_reqs: int, num_kv_heads: int, group: int) -> b
 
 def short_tile(dtype: torch.dtype, head_dim: int, group: int) -> Tile:
     """The tile for a head size: rows for all queries that are few."""
-    rows = max(SMALLEST_TILE, triton.next_power_of_2(group * few_queries(group)))
+    rows = max(SMALLEST_TILE, next_power_of_2(group * few_queries(group)))
     if is_wide(dtype):
         return Tile(rows, keys=32 if head_dim <= 64 else 16, num_warps=4, num_stages=2)
     return Tile(rows, keys=64 if head_dim <= 128 else 32, num_warps=4, num_stages=3)

@@ -14,6 +14,7 @@ from torch import Tensor
 from purestep.kernels.record import record
 from purestep.kernels.triton.shared import (
     INTERPRETED,
+    cdiv,
     early_launch,
     let_next_begin,
     rounded,
@@ -53,7 +54,7 @@ def skinny(
     out = torch.empty(num_tokens, num_out, dtype=out_dtype or x.dtype, device=x.device)
     threads, part = 32 * tile.num_warps, num_in // tile.slices
     pieces = max(threads // tile.rows, 1)  # of a row of the weight, one for each thread to fetch ahead
-    _skinny[(triton.cdiv(num_out, tile.rows // tile.slices), triton.cdiv(num_tokens, tile.tokens))](
+    _skinny[(cdiv(num_out, tile.rows // tile.slices), cdiv(num_tokens, tile.tokens))](
         x, weight, bias, out, num_tokens, num_out,
         WIDTH=num_in, TOKENS=tile.tokens, ROWS=tile.rows, SLICES=tile.slices,
         LEVELS=tile.slices.bit_length() - 1, BLOCK=tile.columns, STAGES=tile.num_stages, GATED=gated, THREADS=threads,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from purestep.kernels.record import record
-from purestep.kernels.triton.shared import rounded
+from purestep.kernels.triton.shared import next_power_of_2, rounded
 
 LOG2_E = math.log2(math.e)
 
@@ -52,7 +52,7 @@ def is_wide(dtype: torch.dtype) -> bool:
 
 def lanes(head_dim: int) -> int:
     """The width of a tile that holds a head: a power of two, and enough for tensor cores."""
-    return max(16, triton.next_power_of_2(head_dim))  # type: ignore[no-any-return]
+    return max(16, next_power_of_2(head_dim))
 
 
 @triton.jit

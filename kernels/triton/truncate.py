@@ -21,9 +21,11 @@ from purestep.kernels.triton.select import (
 from purestep.kernels.triton.shared import (
     LARGEST_KEY,
     SMALLEST_KEY,
+    cdiv,
     check_floats,
     check_rows,
     float_of,
+    next_power_of_2,
     order_key,
 )
 
@@ -49,7 +51,7 @@ def truncate_by(
     if out.numel() == 0:
         return out
     peaks, _ = survey(logits, sub_block)
-    subs = triton.next_power_of_2(peaks.shape[1])
+    subs = next_power_of_2(peaks.shape[1])
     scratch = torch.empty(reqs, subs + capacity, dtype=torch.int32, device=logits.device)
     values = torch.empty(reqs, capacity, dtype=torch.float32, device=logits.device)
     cuts = torch.empty(reqs, 2, dtype=torch.int32, device=logits.device)
@@ -58,7 +60,7 @@ def truncate_by(
         logits, peaks, scratch, values, cuts, *parameters, logits.stride(0), *(x.stride(0) for x in parameters), vocab,
         peaks.shape[1], SUB=sub_block, SUBS=subs, CAPACITY=capacity, num_warps=8,
     )  # fmt: skip
-    _apply_cut[(reqs, triton.cdiv(vocab, CHUNK))](logits, cuts, out, logits.stride(0), vocab, CHUNK=CHUNK)
+    _apply_cut[(reqs, cdiv(vocab, CHUNK))](logits, cuts, out, logits.stride(0), vocab, CHUNK=CHUNK)
     return out
 
 

@@ -10,7 +10,15 @@ import triton.language as tl
 from torch import Tensor
 
 from purestep.kernels.triton.select import INFINITY_KEY
-from purestep.kernels.triton.shared import LARGEST_KEY, SMALLEST_KEY, check_floats, check_rows, order_key
+from purestep.kernels.triton.shared import (
+    LARGEST_KEY,
+    SMALLEST_KEY,
+    cdiv,
+    check_floats,
+    check_rows,
+    next_power_of_2,
+    order_key,
+)
 
 CHUNK = 4096
 
@@ -23,7 +31,7 @@ def verify_greedy(best: Tensor, drafts: Tensor, num_drafts: Tensor) -> Tensor:
     if reqs:
         _verify_greedy[(reqs,)](
             best, drafts, num_drafts, out, best.stride(0), drafts.stride(0), num_drafts.stride(0), WIDTH=width,
-            LANES=triton.next_power_of_2(width), num_warps=1,
+            LANES=next_power_of_2(width), num_warps=1,
         )  # fmt: skip
     return out
 
@@ -50,7 +58,7 @@ def count_accepted(
     accepted = torch.zeros(reqs, dtype=torch.int64, device=logits.device)
     if reqs == 0 or k == 0:
         return accepted
-    chunks = triton.cdiv(vocab, CHUNK)
+    chunks = cdiv(vocab, CHUNK)
     peaks = torch.empty(reqs, k, chunks, dtype=torch.float32, device=logits.device)
     masses = torch.empty_like(peaks)
     _weigh_rows[(reqs, k, chunks)](
@@ -60,7 +68,7 @@ def count_accepted(
     _count_accepted[(reqs,)](
         logits, drafts, num_drafts, draft_probs, uniform, peaks, masses, accepted, *logits.stride()[:2],
         drafts.stride(0), num_drafts.stride(0), *_strides(draft_probs), uniform.stride(0), chunks, K=k,
-        BLOCK=triton.next_power_of_2(chunks), num_warps=1,
+        BLOCK=next_power_of_2(chunks), num_warps=1,
     )  # fmt: skip
     return accepted
 
@@ -139,12 +147,12 @@ def draw_last(
     out = torch.empty(reqs, dtype=torch.int64, device=device)
     if reqs == 0:
         return out
-    chunks = triton.cdiv(vocab, CHUNK)
+    chunks = cdiv(vocab, CHUNK)
     peaks = torch.empty(reqs, chunks, dtype=torch.float32, device=device)
     masses = torch.empty_like(peaks)
     keys = torch.empty(2, reqs, chunks, dtype=torch.int32, device=device)
     ids = torch.empty_like(keys)
-    block = triton.next_power_of_2(chunks)
+    block = next_power_of_2(chunks)
     if draft_probs is not None:
         _weigh_rows[(reqs, 1, chunks)](
             logits, accepted, num_drafts, peaks, masses, *logits.stride()[:2], accepted.stride(0),

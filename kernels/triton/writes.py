@@ -8,7 +8,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from purestep.kernels.triton.shared import check_rows, early_launch, in_bytes, stored, take_turn
+from purestep.kernels.triton.shared import (
+    cdiv,
+    check_rows,
+    early_launch,
+    in_bytes,
+    next_power_of_2,
+    stored,
+    take_turn,
+)
 
 ENTRIES = 256  # of a scatter, per program
 
@@ -37,7 +45,7 @@ def write(table: Tensor, indices: tuple[Tensor, ...], values: Tensor) -> Tensor:
     sizes = (*table.shape[: len(indices)], *(1,) * missing)
     steps = (*table.stride()[: len(indices)], *(0,) * missing)
     strides = [stride for place in places for stride in place.stride()]
-    _scatter[(triton.cdiv(count, ENTRIES),)](
+    _scatter[(cdiv(count, ENTRIES),)](
         table, values, *places, count, leading[1], inner.numel(), *sizes, *steps, *strides, *values.stride(),
         NUM_INDICES=len(indices), ENTRIES=ENTRIES,
     )  # fmt: skip
@@ -118,8 +126,8 @@ def _move(source: Tensor, target: Tensor, source_index: Tensor | None, target_in
     count, width = given.shape[0], target[0].numel() if len(target) else 0
     if count == 0 or width == 0:
         return
-    block = min(triton.next_power_of_2(width), 2048)
-    _move_entries[(count, triton.cdiv(width, block))](
+    block = min(next_power_of_2(width), 2048)
+    _move_entries[(count, cdiv(width, block))](
         source, target, source_index, target_index, given.stride(0), source.shape[0], target.shape[0], width,
         source.stride(0), target.stride(0), BLOCK=block, **early_launch(),
     )  # fmt: skip
@@ -156,9 +164,9 @@ def write_kv(
     if num_tokens == 0:
         return kv
     check_rows("write_kv", kv=kv, k=k, v=v)
-    width = triton.next_power_of_2(num_heads * dim)
+    width = next_power_of_2(num_heads * dim)
     tokens = max(1, 2048 // width)
-    _write_kv[(triton.cdiv(num_tokens, tokens),)](
+    _write_kv[(cdiv(num_tokens, tokens),)](
         kv, k, v, slot_mapping, kv_scales, num_tokens, kv.shape[0], *kv.stride()[:4], *k.stride()[:2], *v.stride()[:2],
         BLOCK_SIZE=kv.shape[2], HEADS=num_heads, DIM=dim, WIDTH=width, TOKENS=tokens,
     )  # fmt: skip

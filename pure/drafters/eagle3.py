@@ -94,7 +94,7 @@ def tapped(target: Model, layers: tuple[int, ...]) -> Model:
             "layers.N.before, and needs a head: give layers that it has"
         )
     head = replace(target.head, function=partial(own_part, inner=target.head.function, parts=1 + taps))
-    return replace(target, pieces=tuple(pieces), head=head)
+    return replace(target, pieces=tuple(pieces), head=head, narrows=False)  # tapped are all tokens
 
 
 def tap(

@@ -102,9 +102,9 @@ class Engine:
         host_drafter = drafter if isinstance(drafter, HostDrafter) else None
         default_steps_ahead = 1 if place.type == "cuda" and host_drafter is None else 0
         steps_ahead = default_steps_ahead if wanted.steps_ahead is None else wanted.steps_ahead
-        config = scheduler_config(self.limits, wanted, steps_ahead=steps_ahead, drafter=drafter)
-        queue = make_queue(config)
         bound = bind(self._loaded, self.limits, kv_config, wanted, graph_api=graph_api, **how)
+        config = scheduler_config(self.limits, wanted, steps_ahead=steps_ahead, drafter=drafter)
+        queue = make_queue(config)  # behind the buffers, which refuse what does not fit
         unroll = unroll_of(wanted, place, drafter)
         self.capture_report = capture(bound, keys, wanted, unroll=unroll)
         grammars = Grammars(self._loaded, vocab_size=self.limits.vocab_size)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, get_args
 
 import attrs
+import numpy as np
 
 from purestep.kernels.record import record, replace
 from purestep.pure.errors import InvalidParameterError
@@ -25,6 +26,8 @@ from purestep.pure.records.structured_outputs import (
 )
 
 MAX_BIAS = 100.0
+MOST_SAMPLES = 16384  # of a prompt, as upstream has it
+FLAGS = ("ignore_eos", "kept_mass", "detokenize", "skip_special_tokens")
 GREEDY_BELOW = 1e-5
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
@@ -160,6 +163,7 @@ def _plain(params: SamplingParams) -> SamplingParams:
     real = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
     given = {name: getattr(params, name) for name in whole}
     changes = {name: value if value is None else operator.index(value) for name, value in given.items()}
+    changes |= {name: bool(getattr(params, name)) for name in FLAGS}
     return replace(params, **changes, **{name: float(getattr(params, name)) for name in real})
 
 
@@ -233,7 +237,7 @@ def _is_integer(value: object) -> bool:
 def _validate_counts(params: SamplingParams, vocab_size: int, max_model_len: int) -> None:
     none_or = "None or "
     domains = (
-        ("n", 1, None, ""),
+        ("n", 1, MOST_SAMPLES, ""),
         ("top_k", -1, 2**31 - 1, ""),
         ("seed", -(2**63), 2**63 - 1, none_or),
         ("stream", -(2**63), 2**63 - 1, none_or),
@@ -249,6 +253,9 @@ def _validate_counts(params: SamplingParams, vocab_size: int, max_model_len: int
         if not (_is_integer(value) and low <= value and (high is None or value <= high)):
             interval = f"whole number >= {low}" + ("" if high is None else f" and <= {high}")
             raise _refusal(name, value, f"{optional}a {interval}")
+    for name in FLAGS:
+        if not isinstance(value := getattr(params, name), bool | np.bool_):
+            raise _refusal(name, value, "True or False")
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         raise _refusal("min_tokens", params.min_tokens, f"at most max_tokens, which is {params.max_tokens}")
 

@@ -481,6 +481,11 @@ def test_a_model_of_endless_positions_is_refused_by_name_unless_fewer_are_asked_
         assert own.generate(PROMPTS[0], GREEDY, progress=False)[0].token_ids == tokens(PROMPTS[0])[0]
 
 
+def test_a_cache_that_does_not_fit_is_refused_before_its_blocks_are_counted_out() -> None:
+    with pytest.raises(DeviceMemoryError, match="kv_cache_bytes"):
+        Engine((MODEL, PARAMS), kv_cache_bytes=2**60)
+
+
 def test_stop_strings_need_text() -> None:
     with engine() as own, pytest.raises(InvalidParameterError, match="stop strings"):
         own.add_request("r", PROMPTS[0], replace(GREEDY, stop=("x",)))

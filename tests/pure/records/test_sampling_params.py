@@ -4,13 +4,14 @@ import math
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from purestep.pure.errors import InvalidParameterError, InvalidRequestError
 from purestep.pure.record import replace
-from purestep.pure.records.sampling_params import SamplingParams, normalize, validate
+from purestep.pure.records.sampling_params import FLAGS, MOST_SAMPLES, SamplingParams, normalize, validate
 from tests import checks
 
 VOCAB, MAX_LEN = 100, 64
@@ -63,7 +64,15 @@ REFUSED: list[tuple[str, Any]] = [
     *[(name, value) for name in ("presence_penalty", "frequency_penalty") for value in (NAN, INF, 2.1, -2.1)],
     *[("repetition_penalty", value) for value in (NAN, INF, 0.0, -1.0)],
     *[("temperature", "0.7"), ("top_p", 0.0), ("top_p", 1.1), ("min_p", 1.1)],
-    *[("top_k", -2), ("top_k", 1.5), ("n", 0), ("n", None), ("max_tokens", 0), ("max_tokens", 2.5)],
+    *[
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("n", 0),
+        ("n", None),
+        ("n", MOST_SAMPLES + 1),
+        ("max_tokens", 0),
+        ("max_tokens", 2.5),
+    ],
     *[("min_tokens", -1), ("min_tokens", 17), ("min_tokens", None), ("seed", 2**63), ("seed", 0.5)],
     *[("stream", -(2**63) - 1), ("logprobs", -2), ("logprobs", VOCAB + 1), ("prompt_logprobs", -2)],
     *[("stop", ("",)), ("stop", (3,)), ("stop", 3), ("logprobs_mode", "all")],
@@ -73,6 +82,7 @@ REFUSED: list[tuple[str, Any]] = [
     *[("allowed_token_ids", ()), ("allowed_token_ids", (5, VOCAB)), ("allowed_token_ids", "abc")],
     *[("logprob_token_ids", ()), ("logprob_token_ids", (5, VOCAB)), ("logprob_token_ids", (0.5,))],
     *[("logits_processors", 3), ("logits_processors", (len,))],
+    *[(flag, value) for flag in FLAGS for value in (None, 1, "no", np.array([True, False]))],
     *[("bad_words_token_ids", ((),)), ("bad_words_token_ids", ((3, -1),)), ("bad_words_token_ids", (3,))],
 ]
 

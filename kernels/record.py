@@ -66,8 +66,12 @@ def record(cls: type[T] | None = None, /, *, static: bool = False) -> Any:
         filled = types.new_class(
             made.__name__,
             getattr(made, "__orig_bases__", made.__bases__),
-            exec_body=lambda body: body.update(__slots__=made.__slots__),
+            exec_body=lambda body: body.update(__slots__=made.__slots__, __setattr__=object.__setattr__),
         )
+        if getattr(
+            filled, "__abstractmethods__", None
+        ):  # what is abstract in `made` is refused by its `__new__`
+            filled.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
         made.__init__ = _generated_init(made, filled, fields)
         made._replaced = _generated_replaced(made, filled, fields)
         if not static and "__repr__" not in target.__dict__:
@@ -99,7 +103,7 @@ def _refuse_extras(cls: type[Any], fields: Any) -> None:
 
 def _generated_init(cls: type[Any], filled: type[Any], fields: Any) -> Any:
     """`__init__` as source text: Dynamo traces `object.__setattr__(self, 'x', x)` and nothing cleverer."""
-    namespace: dict[str, Any] = {"compiling": is_dynamo_compiling, "filled": filled, "own": cls}
+    namespace: dict[str, Any] = {"_compiling_": is_dynamo_compiling, "_filled_": filled, "_own_": cls}
     parameters, converted = [], []
     for field in fields:
         name = field.name
@@ -114,12 +118,12 @@ def _generated_init(cls: type[Any], filled: type[Any], fields: Any) -> Any:
     names = [field.name for field in fields]
     body = [
         *converted,
-        "    if compiling():",
+        "    if _compiling_() or self.__class__ is not _own_:",  # a subclass may be laid out otherwise
         *(f"        object.__setattr__(self, '{name}', {name})" for name in names),
         "    else:",
-        "        object.__setattr__(self, '__class__', filled)",
+        "        object.__setattr__(self, '__class__', _filled_)",
         *(f"        self.{name} = {name}" for name in names),
-        "        self.__class__ = own",
+        "        self.__class__ = _own_",
     ]
     if not names:
         body = []
@@ -141,24 +145,24 @@ def _generated_replaced(cls: type[Any], filled: type[Any], fields: Any) -> Any:
     is traced, by that."""
     names = [field.name for field in fields]
     namespace: dict[str, Any] = {
-        "compiling": is_dynamo_compiling,
-        "new": object.__new__,
-        "filled": filled,
-        "own": cls,
+        "_compiling_": is_dynamo_compiling,
+        "_new_": object.__new__,
+        "_filled_": filled,
+        "_own_": cls,
+        "_fields_": frozenset(names),
     }
-    body = [f"    return own(**({{{', '.join(f'{name!r}: self.{name}' for name in names)}}} | changes))"]
+    body = [
+        f"    return type(self)(**({{{', '.join(f'{name!r}: self.{name}' for name in names)}}} | changes))"
+    ]
     if not hasattr(cls, "__attrs_post_init__") and all(field.converter is None for field in fields):
         body = [
-            "    if compiling():",
-            f"    {body[0]}",
-            "    made = new(filled)",
+            "    if _compiling_() or self.__class__ is not _own_ or not _fields_.issuperset(changes):",
+            f"    {body[0]}",  # which refuses unknown fields
+            "    made = _new_(_filled_)",
             *(f"    made.{name} = self.{name}" for name in names),
-            "    try:",
-            "        for name, value in changes.items():",
-            "            setattr(made, name, value)",
-            "    except AttributeError:",
-            "        raise TypeError(f'replace() got an unknown field {name!r} of {own.__qualname__}') from None",
-            "    made.__class__ = own",
+            "    for name, value in changes.items():",
+            "        setattr(made, name, value)",
+            "    made.__class__ = _own_",
             "    return made",
         ]
     exec("def _replaced(self, changes):\n" + "\n".join(body) + "\n", namespace)

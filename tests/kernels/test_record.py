@@ -1,5 +1,6 @@
 """Records are frozen values that torch looks into."""
 
+import abc
 import copy
 import inspect
 import pickle
@@ -243,3 +244,58 @@ def test_shapes_are_checked_across_the_fields_of_a_record_in_tests() -> None:
 
 def test_checks_are_off_where_a_test_asks_for_that(unchecked_records: None) -> None:
     GroupMetadata(block_table=torch.zeros(1), slot_mapping=torch.zeros(1))
+
+
+class Wide(Shape):
+    """A subclass that is no record of its own."""
+
+    @property
+    def double(self) -> int:
+        return 2 * self.num_tokens
+
+
+class Slim(Shape):
+    __slots__ = ()
+
+
+@record(static=True)
+class Longer(Shape):
+    own: int = 4  # named as what constructors are made of might be
+    filled: int = 5
+
+
+class Abstract(abc.ABC):
+    @abc.abstractmethod
+    def size(self) -> int: ...
+
+
+@record(static=True)
+class Concrete(Abstract):
+    num: int
+
+    def size(self) -> int:
+        return self.num
+
+
+@record(static=True)
+class Unfinished(Abstract):
+    num: int
+
+
+@pytest.mark.parametrize("kind", [Wide, Slim, Longer, Concrete])
+def test_records_may_be_derived(kind: type[Any]) -> None:
+    """Plain classes, slotted ones, and records of records, behind abstract ones too: each of its own kind, and frozen."""
+    made = kind(3)
+    changed = replace(made, **{kind.__match_args__[0]: 7})
+    assert type(made) is type(changed) is kind and made == kind(3) != changed
+    assert replace(changed, **{kind.__match_args__[0]: 3}) == made
+    for value in (made, changed):
+        with pytest.raises(attrs.exceptions.FrozenInstanceError):
+            setattr(value, kind.__match_args__[0], 1)
+    with pytest.raises(TypeError, match="unknown"):
+        replace(made, unknown=1)
+
+
+def test_an_abstract_record_can_not_be_made() -> None:
+    with pytest.raises(TypeError, match="abstract"):
+        Unfinished(3)

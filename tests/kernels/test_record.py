@@ -284,7 +284,7 @@ class Unfinished(Abstract):
 
 @pytest.mark.parametrize("kind", [Wide, Slim, Longer, Concrete])
 def test_records_may_be_derived(kind: type[Any]) -> None:
-    """Plain classes, slotted ones, and records of records, behind abstract ones too: each of its own kind, and frozen."""
+    """Plain classes, slotted ones, records of records, behind abstract ones too: each of its own kind, and frozen."""
     made = kind(3)
     changed = replace(made, **{kind.__match_args__[0]: 7})
     assert type(made) is type(changed) is kind and made == kind(3) != changed

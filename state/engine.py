@@ -105,7 +105,7 @@ class Engine:
         bound = bind(self._loaded, self.limits, kv_config, wanted, graph_api=graph_api, **how)
         config = scheduler_config(self.limits, wanted, steps_ahead=steps_ahead, drafter=drafter)
         queue = make_queue(config)  # behind the buffers, which refuse what does not fit
-        unroll = unroll_of(wanted, place, drafter)
+        unroll = unroll_of(wanted, graph_api, place, drafter)
         self.capture_report = capture(bound, keys, wanted, unroll=unroll)
         grammars = Grammars(self._loaded, vocab_size=self.limits.vocab_size)
         self._turns = Turns(bound, self.limits, queue, keys, grammars, steps_ahead, host_drafter, unroll)

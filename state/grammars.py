@@ -4,7 +4,6 @@ Where a sample is in its grammar is a fold over its accepted outputs, and nothin
 to whatever history it is asked about, back or forth. So chunks, preemption, forks and rewinding need no code.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 
 from purestep.pure.errors import GrammarError
 from purestep.pure.records.structured_outputs import StructuredOutputsParams
+from purestep.state.json_schema import check_schema
 from purestep.state.loading.loaded import LoadedModel
 from purestep.state.loading.tokenizer import Tokenizer
 
@@ -23,24 +23,6 @@ CACHE_BYTES = 512 * 2**20  # of compiled grammars
 ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n", "\r": r"\r", "\0": r'" "\0" "'})
 NOTHING = np.zeros(0, np.int32)
 PATIENCE = 100  # tokens that are tried to find a text of min_tokens, some 50 us each
-
-UNHEEDED = (
-    "not",
-    "if",
-    "uniqueItems",
-    "contains",
-    "minContains",
-    "maxContains",
-    "$dynamicRef",
-)  # by xgrammar
-OF_SCHEMAS = (
-    "properties",
-    "patternProperties",
-    "dependentSchemas",
-    "$defs",
-    "definitions",
-)  # by names of any kind
-OF_VALUES = ("const", "enum", "default", "examples")  # what lies in these is no schema
 
 
 @attrs.frozen
@@ -71,11 +53,8 @@ class Grammars:
         if self._compiler is None:
             self._compiler = self._new_compiler()
         name, value = params.form
-        if name == "json" and (word := unheeded(value)) is not None:
-            raise GrammarError(
-                f"structured_outputs: json={value!r} has the keyword {word!r}, which xgrammar does not heed, so texts "
-                "that it forbids would be written: leave it out, or say the same by other keywords or a grammar"
-            )
+        if name == "json":
+            check_schema(value)
         compilers = {
             "json": self._compiler.compile_json_schema,
             "regex": self._compiler.compile_regex,
@@ -244,28 +223,6 @@ def _mask_along(matcher: Any, drafts: NDArray[np.int32], into: NDArray[np.int32]
 def _allows(mask: NDArray[np.int32], token: int) -> bool:
     """Whether a mask has the token's bit. A matcher that is given a token without says so on stderr."""
     return bool(mask[token // 32] >> token % 32 & 1)
-
-
-def unheeded(schema: str) -> str | None:
-    """A keyword of a JSON schema that xgrammar passes over, if there is one; text that is no JSON has none."""
-    try:
-        return next(_unheeded(json.loads(schema)), None)
-    except (ValueError, RecursionError):
-        return None  # the compiler says what is wrong
-
-
-def _unheeded(schema: Any) -> Iterator[str]:
-    for own in schema if isinstance(schema, list) else ():
-        yield from _unheeded(own)
-    for word, value in schema.items() if isinstance(schema, dict) else ():
-        if word in UNHEEDED and value is not False:
-            yield word
-        if word == "allOf" and isinstance(value, list) and len(value) > 1:
-            yield "allOf of several"
-        if word in OF_SCHEMAS and isinstance(value, dict):
-            yield from _unheeded(list(value.values()))
-        elif word not in OF_VALUES:
-            yield from _unheeded(value)
 
 
 def one_of(texts: tuple[str, ...]) -> str:

@@ -233,17 +233,23 @@ def scheduler_config(
     )
 
 
-def unroll_of(sizes: Sizes, device: torch.device, drafter: AnyDrafter) -> int:
+def unroll_of(sizes: Sizes, graph_api: GraphApi | None, device: torch.device, drafter: AnyDrafter) -> int:
     """Decode steps in one replay.
 
     Raises:
-        InvalidParameterError: several, with a drafter: then a step says several tokens by itself.
+        InvalidParameterError: several, where nothing is replayed; or with a drafter: then a step says several tokens by
+            itself.
     """
+    if graph_api is None and (sizes.unroll or 1) > 1:
+        raise InvalidParameterError(
+            f"unroll={sizes.unroll} without graphs: several steps are one replay, on CUDA and with a cudagraph_mode; "
+            "leave it out, or make it 1"
+        )
     if drafter is not None and (sizes.unroll or 1) > 1:
         raise InvalidParameterError(
             f"unroll={sizes.unroll} with a drafter: steps that verify drafts are not unrolled; leave out one of them"
         )
-    default = UNROLL if device.type == "cuda" and drafter is None else 1
+    default = UNROLL if graph_api is not None and device.type == "cuda" and drafter is None else 1
     return default if sizes.unroll is None else sizes.unroll
 
 

@@ -49,12 +49,11 @@ def propose_on_device(
     max_n: int,
 ) -> Proposal:
     """Drafts out of the tapes, as long as they are after the step."""
-    rows = state.layout.row_of_index
-    lengths = state.ledger.num_known_tokens.index_select(0, rows)
-    # A bound for shapes: nothing is known behind what this step could bring.
-    longest = min(
-        state.layout.bounds.max_seq_len + state.layout.bounds.num_drafts + 1, state.token_ids.shape[1]
-    )
+    rows, bounds = state.layout.row_of_index, state.layout.bounds
+    # A bound for shapes: who has computed its history knows nothing behind what this step could bring. The prompt of
+    # others may be longer; they get no drafts, whatever is found here.
+    longest = min(bounds.max_seq_len + bounds.num_drafts + 1, state.token_ids.shape[1])
+    lengths = state.ledger.num_known_tokens.index_select(0, rows).clamp(max=longest)
     drafts = kernels.propose_ngram(
         state.token_ids[:, :longest],
         rows,

@@ -92,6 +92,20 @@ def test_tokens_are_those_of_an_engine_without_drafter(kind: str, caching: bool)
     assert said(GREEDY, kind, enable_prefix_caching=caching) == said(GREEDY)
 
 
+@pytest.mark.parametrize("kind", BARE)
+def test_prompts_may_be_much_longer_than_a_chunk(kind: str) -> None:
+    """Of hundreds of tokens, in chunks of sixteen, beside a request that decodes."""
+    model = llama(replace(MODEL.config, max_position_embeddings=512))
+    prompts = [[i * 7 % VOCAB for i in range(300)], [1, 2, 3]]
+    sizes: dict[str, Any] = {"kv_cache_bytes": 2**20, "max_num_batched_tokens": 16}
+    found = []
+    for drafter in (None, BARE[kind]()):
+        with Engine((model, PARAMS), drafter=drafter, **sizes) as engine:
+            results = engine.generate(prompts, GREEDY, progress=False)
+        found.append([result.token_ids for result in results])
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("kind", WEIGHTED)
 def test_steps_may_be_begun_before_drafts_are_known(kind: str) -> None:
     sizes = {"steps_ahead": 2, "max_num_reqs": 4, "kv_cache_bytes": 2**18}

@@ -90,7 +90,7 @@ def test_captured_steps_and_steps_ahead_give_the_tokens_of_plain_ones(
         "kv_cache_bytes": num_blocks * 1024,
         "steps_ahead": steps_ahead,
     }
-    how["unroll"] = 1 if num_drafts else unroll  # one or the other
+    how["unroll"] = unroll if captured and not num_drafts else 1
     if num_drafts:
         how["drafter"] = (ngram if steps_ahead else ngram_on_host)(num_drafts=num_drafts, min_n=1, max_n=2)
 

@@ -244,7 +244,7 @@ def test_a_grammar_that_can_not_be_compiled_is_refused_and_the_others_are_served
         ({"regex": "z+"}, 0, "allows no text"),  # the tokenizer has no z
         ({"json": {"not": {}}}, 0, "keyword 'not', which xgrammar does not heed"),
         ({"json": {"properties": {"a": {"items": [{"uniqueItems": True}]}}}}, 0, "keyword 'uniqueItems'"),
-        ({"json": {"allOf": [{"type": "integer"}, {"minimum": 5}]}}, 0, "keyword 'allOf of several'"),
+        ({"json": {"allOf": [{"type": "integer"}, {"minimum": 5}]}}, 0, "keyword 'allOf' of several"),
     ],
 )
 def test_a_form_that_no_text_can_have_is_refused_and_nothing_has_changed(

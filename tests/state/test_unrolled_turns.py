@@ -116,7 +116,9 @@ def test_unroll_is_a_number_of_steps_and_not_for_drafts() -> None:
         with pytest.raises(InvalidParameterError, match="unroll"):
             engine(unroll=wrong)
     with pytest.raises(InvalidParameterError, match="unroll=4 with a drafter"):
-        engine(unroll=4, drafter=ngram(num_drafts=2, min_n=1, max_n=3))
+        engine(unroll=4, graph_api=FakeGraphs(), drafter=ngram(num_drafts=2, min_n=1, max_n=3))
+    with pytest.raises(InvalidParameterError, match="unroll=4 without graphs"):
+        engine(unroll=4)
     engine(unroll=1, drafter=ngram(num_drafts=2, min_n=1, max_n=3)).close()
 
 

@@ -237,13 +237,11 @@ def unroll_of(sizes: Sizes, graph_api: GraphApi | None, device: torch.device, dr
     """Decode steps in one replay.
 
     Raises:
-        InvalidParameterError: several, where nothing is replayed; or with a drafter: then a step says several tokens by
-            itself.
+        InvalidParameterError: several without graphs, or with a drafter, whose steps say several tokens by themselves.
     """
     if graph_api is None and (sizes.unroll or 1) > 1:
         raise InvalidParameterError(
-            f"unroll={sizes.unroll} without graphs: several steps are one replay, on CUDA and with a cudagraph_mode; "
-            "leave it out, or make it 1"
+            f"unroll={sizes.unroll} without graphs: several steps are one replay, on CUDA alone; leave it out"
         )
     if drafter is not None and (sizes.unroll or 1) > 1:
         raise InvalidParameterError(

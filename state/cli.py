@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options.run(options)
     except PurestepError as error:
-        print("purestep:", error, *getattr(error, "__notes__", ()), file=sys.stderr)
+        print("purestep:", ". ".join([str(error), *getattr(error, "__notes__", ())]), file=sys.stderr)
         return 1
     except BrokenPipeError:  # whoever read us, `head` for example, has enough
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # for what Python writes when it ends

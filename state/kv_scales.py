@@ -39,22 +39,9 @@ class DueScales:
         They are made of the step's keys, normed and turned, and values; padding and rows that run idle do not count.
         """
 
-        def attend(
-            q: Tensor,
-            k: Tensor,
-            v: Tensor,
-            kv: Tensor,
-            query_start_loc: Tensor,
-            seq_lens: Tensor,
-            block_table: Tensor,
-            slot_mapping: Tensor,
-            *,
-            kv_scales: Tensor | None = None,
-            **how: Any,
-        ) -> tuple[Tensor, Tensor]:
-            self._calculate(kernels, k, v, kv, slot_mapping, kv_scales)
-            batch = (query_start_loc, seq_lens, block_table, slot_mapping)
-            return kernels.attend(q, k, v, kv, *batch, kv_scales=kv_scales, **how)
+        def attend(q: Tensor, k: Tensor, v: Tensor, kv: Tensor, *batch: Tensor, **how: Any) -> Any:
+            self._calculate(kernels, k, v, kv, batch[-1], how.get("kv_scales"))
+            return kernels.attend(q, k, v, kv, *batch, **how)
 
         def attend_qkv(_: Kernels, qkv: Tensor, kv: Tensor, *batch: Tensor, **how: Any) -> Any:
             turn = {name: how.get(name) for name in ("cos", "sin", "q_gain", "k_gain", "eps")}

@@ -1,7 +1,6 @@
 """Paged attention: float64's values within the type's rounding, and exactly nothing where nothing is to be seen."""
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from purestep.kernels.triton import cuda_donating  # isort: skip
 from purestep.kernels.triton.attention import attend  # isort: skip
 from purestep.kernels.triton.softmax import Tile  # isort: skip
 
-pytestmark = quiet
+pytestmark = [quiet, pytest.mark.usefixtures("few_programs")]
 
 # Norm-wise. Narrow types round q, k, v before (not counted here), the weights and the result.
 ERROR = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -49,16 +48,6 @@ MIXES = st.lists(
 SHORTS = st.lists(
     st.sampled_from([(0, 2), (0, 0), (1, 1), (3, 3), (40, 5), (70, 1), (130, 4)]), min_size=1, max_size=3
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _few_programs() -> Iterator[None]:
-    """In the interpreter keys are split into fewer parts: idle programs cost as much as busy ones."""
-    with pytest.MonkeyPatch.context() as patch:
-        if DEVICE == "cpu":
-            patch.setattr(purestep.kernels.triton.decode, "PROGRAMS", 16)
-            patch.setattr(purestep.kernels.triton.short, "FEWEST_PARTS", 2)
-        yield
 
 
 def check(

@@ -1,6 +1,5 @@
 """Caches of eight bits: the reference's bits are written, and attention is that over what is read, in float64."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import attrs
@@ -32,19 +31,21 @@ from purestep.kernels.triton import cuda_donating, cuda_invariant  # isort: skip
 from purestep.kernels.triton.shared import LARGEST_FP8  # isort: skip
 from purestep.kernels.triton.writes import write_kv  # isort: skip
 
-pytestmark = quiet
+pytestmark = [quiet, pytest.mark.usefixtures("few_programs")]
 
 SCALES = st.tuples(*[st.sampled_from([1.0, 0.009, 2**-7])] * 2)
 Scales = tuple[float, float]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _few_programs() -> Iterator[None]:
-    """As in test_attention."""
-    with pytest.MonkeyPatch.context() as patch:
-        if DEVICE == "cpu":
-            patch.setattr(purestep.kernels.triton.decode, "PROGRAMS", 16)
-        yield
+def case_of(
+    requests: list[Any], shape: dict[str, int], form: dict[str, Any], dtype: torch.dtype, seed: int
+) -> AttentionCase:
+    return attention_case(requests, **shape, **form, dtype=dtype, device=DEVICE, seed=seed)
+
+
+def cases(requests: Any) -> Any:
+    """Batches of such requests, of any shape, form and type."""
+    return st.builds(case_of, requests, SHAPE, FORM, st.sampled_from(DTYPES), st.integers(0, 2**31))
 
 
 def planes(scales: Tensor) -> Tensor:
@@ -86,47 +87,28 @@ def check(
 
 
 @few(6)
-@given(DECODES, SHAPE, FORM, st.sampled_from(DTYPES), SCALES, st.integers(0, 2**31))
-def test_decoding(
-    requests: list[Any],
-    shape: dict[str, int],
-    form: dict[str, Any],
-    dtype: torch.dtype,
-    scales: Scales,
-    seed: int,
-) -> None:
-    check(attention_case(requests, **shape, **form, dtype=dtype, device=DEVICE, seed=seed), scales)
+@given(cases(DECODES), SCALES)
+def test_decoding(case: AttentionCase, scales: Scales) -> None:
+    check(case, scales)
 
 
 @few(6)
-@given(MIXES, SHAPE, FORM, st.sampled_from(DTYPES), SCALES, st.integers(0, 2**31))
-def test_mixed_batches(
-    requests: list[Any],
-    shape: dict[str, int],
-    form: dict[str, Any],
-    dtype: torch.dtype,
-    scales: Scales,
-    seed: int,
-) -> None:
+@given(cases(MIXES), SCALES)
+def test_mixed_batches(case: AttentionCase, scales: Scales) -> None:
     """The invariant set too."""
-    case = attention_case(requests, **shape, **form, dtype=dtype, device=DEVICE, seed=seed)
     bound = max(2, case.static["max_query_len"])
     check(case, scales, max_query_len=bound)
     check(case, scales, attend=cuda_invariant().attend, max_query_len=bound)
 
 
 @few(6)
-@given(SHORTS, SHAPE, FORM, st.sampled_from(DTYPES), SCALES, st.integers(0, 2**31))
-def test_a_few_queries_each(
-    requests: list[Any],
-    shape: dict[str, int],
-    form: dict[str, Any],
-    dtype: torch.dtype,
-    scales: Scales,
-    seed: int,
-) -> None:
-    case = attention_case(requests, **shape, **form, dtype=dtype, device=DEVICE, seed=seed)
-    check(case, scales, max_query_len=max(2, case.static["max_query_len"]), max_seq_len=200)
+@given(cases(SHORTS), SCALES, st.booleans())
+def test_a_few_queries_each(case: AttentionCase, scales: Scales, split: bool) -> None:
+    """Keys are split among programs, or, as in large batches, they are not."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not split:
+            patch.setattr(purestep.kernels.triton.decode, "PROGRAMS", 1)
+        check(case, scales, max_query_len=max(2, case.static["max_query_len"]), max_seq_len=200)
 
 
 @few(6)

@@ -86,6 +86,15 @@ def test_scales_are_those_of_the_largest_numbers_that_exist(
     assert found.dtype == torch.float32
 
 
+@pytest.mark.parametrize("largest", [1e36, 1e39, 1e300])
+def test_scales_are_finite_whatever_is_stored(largest: float) -> None:
+    """Of float64, whose numbers may lie beyond those of scales: they are stored as the largest that can be."""
+    x = torch.tensor([[[largest, 1.0]]], dtype=torch.float64)
+    scales = scales_of(x, x, torch.tensor([True]))
+    assert scales.isfinite().all()
+    assert (stored(x, scales[0], FP8).double() * scales[0].double()).isfinite().all()
+
+
 def test_the_largest_number_is_stored_as_448() -> None:
     k, v = torch.randn(5, 2, 4), 7 * torch.randn(5, 2, 4)
     scales = scales_of(k, v, torch.ones(5, dtype=torch.bool))

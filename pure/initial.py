@@ -2,7 +2,6 @@
 
 import torch
 
-from purestep.pure.kv_config import FP8
 from purestep.pure.models.model import Model
 from purestep.pure.records.batch import BatchLimits
 from purestep.pure.records.layout import Layout
@@ -67,4 +66,4 @@ def initial_state(
 
 def _has_scales(kv: tuple[torch.Tensor, ...]) -> bool:
     """Whether keys and values are stored by scales: those of eight bits are."""
-    return any(layer.dtype == FP8 for layer in kv)
+    return any(layer.dtype == torch.float8_e4m3fn for layer in kv)

@@ -31,9 +31,9 @@ def scales_of(k: Tensor, v: Tensor, exists: Tensor) -> Tensor:
     Source: vllm/model_executor/layers/attention/attention.py calc_kv_scales.
     """
     real = exists[:, None, None]
-    largest = torch.stack([torch.where(real & x.isfinite(), x, 0.0).abs().amax() for x in (k, v)])
-    wide = torch.promote_types(largest.dtype, torch.float32)
-    scales = (largest.to(wide) / LARGEST).clamp(max=torch.finfo(torch.float32).max).to(torch.float32)
+    wide, most = torch.promote_types(k.dtype, torch.float32), torch.finfo(torch.float32).max
+    largest = [torch.where(real & x.isfinite(), x, 0.0).abs().amax().to(wide) for x in (k, v)]
+    scales = torch.stack(largest).clamp(max=most).to(torch.float32) / LARGEST
     return torch.where(scales > 0, scales, 1.0)
 
 

@@ -27,7 +27,7 @@ def scales_of(k: Tensor, v: Tensor, exists: Tensor) -> Tensor:
     """The scales by which the largest key and the largest value are stored as 448: float32 [2].
 
     k, v [tokens, kv_heads, dim]; tokens count where `exists` [tokens] says so, numbers where they are finite. Where
-    none is left, or all are 0, the scale is 1.
+    none is left, or a scale would be 0, it is 1.
     Source: vllm/model_executor/layers/attention/attention.py calc_kv_scales.
     """
     real = exists[:, None, None]

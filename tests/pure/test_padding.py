@@ -310,7 +310,7 @@ def test_graphs_of_uniform_batches_hold_those_whose_requests_run_less(
 ) -> None:
     """With bounds as if all had their drafts, and rows and counts as they are; any other batch is left as it is."""
     keys = dispatch_keys(DispatchConfig(tuple(query_len * n for n in (1, 2, 4, 6)), 6), mode, query_len)
-    batch = replace(InputBatch.make_empty(LIMITS), layout=_layout(counts))
+    batch = replace(InputBatch.make_empty(replace(LIMITS, max_num_reqs=6)), layout=_layout(counts))
     filled = assert_pure(fill_batch, batch, keys)
     if filled is batch:
         is_full = counts == [query_len] * len(counts) and batch.layout.bounds.num_drafts == query_len - 1

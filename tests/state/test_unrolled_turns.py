@@ -1,10 +1,16 @@
-"""An engine that replays several steps at once gives, to the last bit, what it gives one by one."""
+"""An engine that replays several steps at once gives what it gives one by one.
 
+Whatever is sampled is the same. Log-probabilities are the same but for rounding: single steps may run without those
+rows that have ended, and the bits of a product on the CPU depend on its rows.
+"""
+
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+import torch.utils._pytree as pytree
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -16,9 +22,8 @@ from purestep.pure.record import replace
 from purestep.pure.records.params import Params
 from purestep.pure.records.sampling_params import SamplingParams
 from purestep.state.engine import Engine
-from purestep.state.results import CompletionOutput, RequestOutput
+from purestep.state.results import CompletionOutput, PromptLogprobs, RequestOutput
 from tests.bugs.tiny_engine import CONFIG, GREEDY, alone, drained, engine
-from tests.laws import digest
 from tests.profiles import examples
 from tests.state.fake_graphs import FakeGraphs, capture_samplers, unrolled
 from tests.state.test_engine_moment import words
@@ -43,14 +48,36 @@ PARAMETERS = st.sampled_from(
 )
 
 
+class Near(float):
+    """A number that equals those within 1e-5."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        same = math.isnan(self) and math.isnan(other)  # type: ignore[arg-type]
+        return same or math.isclose(self, other, rel_tol=0, abs_tol=1e-5)  # type: ignore[arg-type]
+
+
 def told(results: Sequence[RequestOutput]) -> list[Any]:
-    """All that is told of them but how long they took, numbers to the last bit."""
-    return [(r.num_cached_tokens, digest(r.prompt_logprobs), [sample(o) for o in r.outputs]) for r in results]
+    """All that is told of them but how long they took."""
+    return [
+        (r.num_cached_tokens, numbers(r.prompt_logprobs), [sample(o) for o in r.outputs]) for r in results
+    ]
 
 
 def sample(output: CompletionOutput) -> Any:
     ends = output.token_ids, output.finish_reason, output.stop_reason, repr(output.error), output.text
-    return *ends, digest(output.logprobs), digest(output.kept_mass)
+    return *ends, numbers(output.logprobs), numbers(output.kept_mass)
+
+
+def numbers(record: Any) -> list[Any]:
+    """The shapes of its arrays, and what they hold."""
+    found = list[Any]()
+    for leaf in pytree.tree_leaves(record.table if isinstance(record, PromptLogprobs) else record):
+        if leaf is not None:
+            items = np.asarray(leaf).ravel().tolist()
+            found += [np.shape(leaf), [Near(x) if isinstance(x, float) else x for x in items]]
+    return found
 
 
 def both(unroll: int, doing: Callable[[Engine], Any], **changes: Any) -> tuple[Any, Any]:
@@ -72,7 +99,7 @@ def both(unroll: int, doing: Callable[[Engine], Any], **changes: Any) -> tuple[A
     st.integers(2, 8),
     st.integers(0, 2),
 )
-def test_results_are_those_of_single_steps_to_the_last_bit(
+def test_results_are_those_of_single_steps(
     asked: list[tuple[tuple[int, ...], SamplingParams]],
     unroll: int,
     steps_ahead: int,

@@ -4,7 +4,7 @@
 model's layers are other formulations of the reference's, equal up to rounding.
 """
 
-from purestep.kernels.cpu.attention import attend
+from purestep.kernels.cpu.attention import attend, attend_qkv
 from purestep.kernels.cpu.dense import add_rms_norm, embed, linear, prepare, rms_norm, rotate, silu_and_mul
 from purestep.kernels.cpu.writes import copy_blocks, write, zero_blocks
 from purestep.kernels.record import replace
@@ -23,4 +23,5 @@ donating = replace(
     rotate=rotate,
     silu_and_mul=silu_and_mul,
     attend=attend,
+    attend_qkv=attend_qkv,
 )

@@ -1,19 +1,26 @@
 """Paged attention on the CPU: keys and values are written in place, then requests attend.
 
 Lengths are read on the host, where they cost nothing: no key past the longest request is touched, requests of one
-length need no mask, and prompts attend one by one, each to its own keys.
+length need no mask, and prompts attend one by one, each to its own keys. A decode step of a small model takes as long
+to call its operations as to run them: where one call can do the work of two, it does.
 """
+
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from purestep.kernels.cpu.decodes import Decodes, decodes
+from purestep.kernels.cpu.dense import turned
 from purestep.kernels.cpu.writes import write_kv
 from purestep.kernels.record import record
+from purestep.kernels.reference import compositions
 from purestep.kernels.reference.scales import check_scales
+from purestep.kernels.types import Kernels
 
-SHORT = 512  # keys up to which a request may be computed as if it were longer, without a loss worth a call
-GATHERED_BYTES = 8 * 2**20  # of keys and values that decodes gather at once, to read them again while cached
+KEPT_MASKS = 4  # of tiles of prompts, for the next layers
 QUERY_TILE = 256  # queries that see the same keys: what some of them must not see is computed all the same
 KEYS_THEN_VALUES = torch.tensor([[0], [1]], dtype=torch.int32)  # the two planes of a block
 
@@ -25,6 +32,34 @@ class ScoreForm:
     scale: float
     sliding_window: int | None
     soft_cap: float | None
+
+
+def attend_qkv(
+    kernels: Kernels,
+    qkv: Tensor,
+    kv: Tensor,
+    *batch: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_gain: Tensor | None = None,
+    k_gain: Tensor | None = None,
+    eps: float = 0.0,
+    **bounds: Any,
+) -> tuple[Tensor, Tensor]:
+    """As the reference's; queries and keys that have no norms are turned as the heads of one tensor."""
+    if q_gain is not None or k_gain is not None:
+        q, k, v = compositions.turned_heads(
+            kernels, qkv, kv, cos=cos, sin=sin, q_gain=q_gain, k_gain=k_gain, eps=eps
+        )
+    else:
+        num_kv_heads, dim = kv.shape[3:]
+        heads = qkv.view(qkv.shape[0], -1, dim)
+        num_turned = heads.shape[1] - num_kv_heads
+        qk = turned(heads.narrow(1, 0, num_turned), cos[:, None, None], sin[:, None])
+        q, k = qk.split_with_sizes([num_turned - num_kv_heads, num_kv_heads], 1)
+        v = heads.narrow(1, num_turned, num_kv_heads)
+    out, kv = kernels.attend(q, k, v, kv, *batch, **bounds)
+    return out, kv
 
 
 def attend(
@@ -73,19 +108,15 @@ def _attended(
     """The attention of `attend`, once this step's keys and values are in the cache: [tokens, heads, dim]."""
     starts, lens = query_start_loc.tolist(), seq_lens.tolist()
     outputs = []  # of one request or more each, and the tokens that they belong to
-    decodes = [r for r, length in enumerate(lens) if length and starts[r + 1] - starts[r] == 1]
-    for group in _alike(decodes, lens, kv):
-        if len(group) == len(q) == len(lens):  # the steady state: one token of every request, all alike
-            return _decode(q, kv, block_table, seq_lens, lens, form)
-        rows = torch.tensor(group)
-        tokens = query_start_loc[rows].to(torch.int64)
-        own = [lens[r] for r in group]
-        outputs.append((tokens, _decode(q[tokens], kv, block_table[rows], seq_lens[rows], own, form)))
+    for group in decodes(starts, lens, block_table, kv, form.sliding_window, q.dtype):
+        if group.tokens.shape[0] == q.shape[0]:  # the steady state: one token of every request, all alike
+            return _decode(q, kv, group, form)
+        outputs.append((group.tokens, _decode(q[group.tokens], kv, group, form)))
     for r, length in enumerate(lens):
         if length and starts[r + 1] - starts[r] > 1:
             span = slice(starts[r], starts[r + 1])
             out = _prompt(q[span], k[span], v[span], kv, block_table[r], length, form)
-            if len(out) == len(q):
+            if out.shape == q.shape:
                 return out
             outputs.append((torch.arange(span.start, span.stop), out))
     whole = torch.zeros_like(q)
@@ -94,62 +125,37 @@ def _attended(
     return whole
 
 
-def _alike(rows: list[int], lens: list[int], kv: Tensor) -> list[list[int]]:
-    """Decodes that attend together: short, or of lengths within a factor of four, and few enough to gather at once.
-
-    Each is computed as if it were as long as the longest of its group.
-    """
-    if len(rows) < 2:
-        return [rows] if rows else []
-    by_size: dict[int, list[int]] = {}
-    for r in rows:
-        size = ((lens[r] - 1) // SHORT).bit_length()
-        by_size.setdefault((size + 1) // 2, []).append(r)
-    token_bytes = 2 * kv.shape[3] * kv.shape[4] * kv.element_size()
-    groups = []
-    for group in by_size.values():
-        longest = max(lens[r] for r in group)
-        at_once = max(1, GATHERED_BYTES // (longest * token_bytes))
-        groups += [group[i : i + at_once] for i in range(0, len(group), at_once)]
-    return groups
-
-
-def _decode(
-    q: Tensor, kv: Tensor, table: Tensor, seq_lens: Tensor, lens: list[int], form: ScoreForm
-) -> Tensor:
-    """One query a request, q [reqs, heads, dim]; lens is seq_lens, all above 0. Returns [reqs, heads, dim]."""
-    window = form.sliding_window or max(lens)
-    start, end = max(0, min(lens) - window), max(lens)
-    if min(lens) == end:
-        keys, values = _gather(kv, table, start, end)
-        visible = None
+def _decode(q: Tensor, kv: Tensor, group: Decodes, form: ScoreForm) -> Tensor:
+    """One query a request, q [reqs, heads, dim]. Returns [reqs, heads, dim]."""
+    num_kv_heads, dim = kv.shape[3:]
+    num_rows = q.shape[0] * num_kv_heads  # the heads that share keys stand as queries of one
+    gathered = kv.view(-1, dim).index_select(0, group.heads)
+    keys, values = gathered.view(2, num_rows, -1, dim).unbind()
+    grouped = q.reshape(num_rows, -1, dim)
+    if form.soft_cap is not None or q.dtype.itemsize < 4 or kv.dtype != q.dtype:
+        return _weigh(grouped[None], keys[None], values[None], group.hidden, form).reshape(q.shape)
+    # Flash attention has nothing to save with so few queries.
+    if group.hidden is None:
+        scores = torch.bmm(grouped, keys.transpose(1, 2)).mul_(form.scale)
     else:
-        block_start = torch.arange(0, end, kv.shape[2])  # entries past a length may be stale
-        table = torch.where(block_start < seq_lens[:, None], table[:, : len(block_start)], 0)
-        keys, values = _gather(kv, table, start, end)
-        for r, length in enumerate(lens):  # what is not visible may be anything, NaN included
-            for x in (keys[r], values[r]):
-                x[:, length - start :].zero_()
-                x[:, : max(0, length - window - start)].zero_()
-        position, own_end = torch.arange(start, end), seq_lens[:, None]
-        visible = ((position < own_end) & (position >= own_end - window))[:, None, None]
-    grouped = torch.unflatten(q, 1, (kv.shape[3], -1))  # the heads that share keys stand as queries of one
-    return _weigh(grouped, keys, values, visible, form).reshape(q.shape)
+        scores = torch.baddbmm(group.hidden, grouped, keys.transpose(1, 2), alpha=form.scale)
+    return torch.bmm(torch.softmax(scores, dim=-1), values).view(q.shape)
 
 
-def _gather(kv: Tensor, table: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
-    """Copies of the keys and values at positions start to end, each [reqs, kv_heads, end - start, dim]."""
+def _gather(kv: Tensor, table: Tensor, start: int, end: int) -> Tensor:
+    """A copy of the keys and values at positions start to end: [reqs, 2, kv_heads, end - start, dim]."""
     num_blocks, _, block_size, num_kv_heads, dim = kv.shape
     first, last = start // block_size, -(-end // block_size)
     planes = torch.add(KEYS_THEN_VALUES, table[:, None, first:last], alpha=2)
     pages = kv.view(2 * num_blocks, -1).index_select(0, planes.view(-1))
     token = num_kv_heads * dim
-    request = 2 * (last - first) * block_size * token  # all keys, then all values
-    shape = (len(table), num_kv_heads, end - start, dim)
-    strides = (request, dim, token, 1)
-    skipped = (start - first * block_size) * token
+    plane = (last - first) * block_size * token  # all keys of a request; then come all values
     # Slicing and transposing step by step would take longer than copying does.
-    return pages.as_strided(shape, strides, skipped), pages.as_strided(shape, strides, skipped + request // 2)
+    return pages.as_strided(
+        (table.shape[0], 2, num_kv_heads, end - start, dim),
+        (2 * plane, plane, dim, token, 1),
+        (start - first * block_size) * token,
+    )
 
 
 def _prompt(
@@ -167,36 +173,43 @@ def _prompt(
         if is_whole:
             keys, values = k[start:end].transpose(0, 1), v[start:end].transpose(0, 1)
         else:
-            keys, values = (x[0] for x in _gather(kv, table[None], start, end))
-        visible = None
+            keys, values = _gather(kv, table[None], start, end)[0]
+        hidden = None
         if first or form.soft_cap is not None or (window is not None and window < end):
-            query, position = torch.arange(first, end)[:, None], torch.arange(start, end)
-            visible = position <= query
-            if window is not None:
-                visible &= position > query - window
-        out[begin : begin + QUERY_TILE] = _one_request(tile, keys, values, visible, form)
+            hidden = _hidden(first, start, end, window, q.dtype)
+        out[begin : begin + QUERY_TILE] = _one_request(tile, keys, values, hidden, form)
     return out
 
 
-def _one_request(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, form: ScoreForm) -> Tensor:
-    """q [tokens, heads, dim] to keys [kv_heads, keys, dim]; visible bool [tokens, keys], None for plain causal."""
+@lru_cache(maxsize=KEPT_MASKS)
+def _hidden(first: int, start: int, end: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """[queries, keys]: what a query at position first to end does not see of keys at start to end is -inf, else 0."""
+    query, position = torch.arange(first, end)[:, None], torch.arange(start, end)
+    is_visible = position <= query
+    if window is not None:
+        is_visible &= position > query - window
+    return torch.where(is_visible, 0.0, float("-inf")).to(dtype)
+
+
+def _one_request(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, form: ScoreForm) -> Tensor:
+    """q [tokens, heads, dim] to keys [kv_heads, keys, dim]; hidden as of `_hidden`, None for plain causal."""
     grouped = torch.unflatten(q, 1, (len(keys), -1)).permute(1, 2, 0, 3)
     k, v = (x[:, None].expand(-1, grouped.shape[1], -1, -1) for x in (keys, values))
-    out = _weigh(grouped, k, v, visible, form, is_causal=visible is None)
+    out = _weigh(grouped, k, v, hidden, form, is_causal=hidden is None)
     return out.permute(2, 0, 1, 3).reshape(q.shape)
 
 
 def _weigh(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, form: ScoreForm, *, is_causal: bool = False
+    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, form: ScoreForm, *, is_causal: bool = False
 ) -> Tensor:
-    """Softmax of scores times values, over [batch, heads, tokens, dim]."""
+    """Softmax of scores and `hidden` (0 or -inf) times values, over [batch, heads, tokens, dim]."""
     if k.dtype != q.dtype:
         k, v = k.to(q.dtype), v.to(q.dtype)
     if form.soft_cap is None:
-        return scaled_dot_product_attention(q, k, v, visible, is_causal=is_causal, scale=form.scale)
+        return scaled_dot_product_attention(q, k, v, hidden, is_causal=is_causal, scale=form.scale)
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = torch.matmul(q.to(wide), k.transpose(-1, -2).to(wide)) * form.scale
     scores = form.soft_cap * torch.tanh(scores / form.soft_cap)
-    if visible is not None:
-        scores = scores.masked_fill_(~visible, float("-inf"))
+    if hidden is not None:
+        scores += hidden
     return torch.matmul(torch.softmax(scores, dim=-1), v.to(wide)).to(q.dtype)

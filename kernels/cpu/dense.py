@@ -52,7 +52,7 @@ def _parts(weight: Tensor) -> Tensor | None:
     """The transpose with a part for each thread, where it is faster: for small float32 weights that are not wide."""
     num_out, num_in = weight.shape
     num_parts = torch.get_num_threads()
-    is_faster = weight.nbytes <= SMALL_BYTES and num_out >= num_in and num_parts <= FEW_THREADS
+    is_faster = weight.nbytes <= SMALL_BYTES and num_parts <= FEW_THREADS
     has_mkl = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
     if not (is_faster and has_mkl and weight.dtype == torch.float32 and num_in % num_parts == 0):
         return None
@@ -69,8 +69,8 @@ def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None)
     if not isinstance(weight, PackedWeight):
         return functional.linear(x, weight, bias)
     parts = weight.parts
-    if parts is not None and len(x) == 1 and x.ndim == 2:
-        y = torch.bmm(x.reshape(len(parts), 1, -1), parts).sum(0)
+    if parts is not None and x.shape[:-1] == (1,):
+        y = torch.bmm(x.reshape(parts.shape[0], 1, -1), parts).sum(0)
         return y if bias is None else y.add_(bias)
     packed: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight.packed, bias, "none", [], "")
     return packed
@@ -99,21 +99,22 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     q [tokens, heads, dim], k [tokens, kv_heads, dim]; cos and sin [tokens, dim/2].
     """
     cos, sin = cos[:, None, None], sin[:, None]
-    return _turned(q, cos, sin), _turned(k, cos, sin)
+    return turned(q, cos, sin), turned(k, cos, sin)
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [tokens, heads, dim] turned, its halves never copied; cos [tokens, 1, 1, dim/2], sin [tokens, 1, dim/2]."""
     halves = torch.unflatten(x, -1, (2, -1))
     low, high = halves.unbind(-2)
-    turned = halves * cos
-    new_low, new_high = turned.unbind(-2)
+    both = halves * cos
+    new_low, new_high = both.unbind(-2)
     new_low.addcmul_(high, sin, value=-1)
     new_high.addcmul_(low, sin)
-    return turned.flatten(-2)
+    return both.flatten(-2)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, for gate_up = [gate, up] along the last dimension: [n, 2 * width] to [n, width]."""
-    gate, up = gate_up.chunk(2, dim=-1)
+    width = gate_up.shape[-1] // 2
+    gate, up = gate_up.split_with_sizes([width, width], -1)
     return functional.silu(gate).mul_(up)

@@ -1,6 +1,8 @@
 """Attention of the CPU kernels against the reference, whose tests say what attention is."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -10,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from purestep.kernels.cpu import attention
+from purestep.kernels.cpu import attention, decodes
+from purestep.kernels.donating import donating
 from purestep.kernels.reference import reference
 from purestep.kernels.reference.scales import FP8, stored
 from tests.kernels.attention_cases import DIM, Case, cases
@@ -33,12 +36,20 @@ def in_dtype(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
 @st.composite
 def cuts(draw: st.DrawFn) -> Any:
     """How work is cut: by small numbers, so that small cases are cut too."""
-    numbers = {
-        "SHORT": draw(st.sampled_from([1, 2, 512])),
-        "GATHERED_BYTES": draw(st.sampled_from([1, 1000, 2**20])),
-        "QUERY_TILE": draw(st.sampled_from([1, 2, 3, 512])),
-    }
-    return mock.patch.multiple(attention, **numbers)
+    short, gathered_bytes = draw(st.sampled_from([1, 2, 512])), draw(st.sampled_from([1, 1000, 2**20]))
+    query_tile = draw(st.sampled_from([1, 2, 3, 512]))
+
+    @contextmanager
+    def cut() -> Iterator[None]:
+        decodes.kept.cache_clear()
+        with (
+            mock.patch.multiple(decodes, SHORT=short, GATHERED_BYTES=gathered_bytes),
+            mock.patch.object(attention, "QUERY_TILE", query_tile),
+        ):
+            yield
+        decodes.kept.cache_clear()
+
+    return cut
 
 
 @examples(4)  # many ways lead through the kernel
@@ -48,7 +59,7 @@ def test_equals_the_reference(case: Case, cut: Any) -> None:
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
         floats = in_dtype(case, dtype)
         want, written = case.run(**floats)
-        with cut:
+        with cut():
             got, kv = attend(case, **floats)
         assert got.dtype == want.dtype
         assert (got - want).abs().max() < tolerance
@@ -69,7 +80,7 @@ def test_touches_no_slot_that_is_not_named(case: Case, cut: Any) -> None:
     """In a cache full of canaries, blocks from 1 on keep every bit outside the slots of this step."""
     t = case.tensors
     canaries = torch.randint(2**62, t["kv"].shape).view(torch.float64)
-    with cut:
+    with cut():
         _, kv = attend(case, kv=canaries)
     expected, block_size = canaries.clone(), canaries.shape[2]
     for i, slot in enumerate(t["slot_mapping"].tolist()):
@@ -94,7 +105,7 @@ def test_unused_memory_is_never_seen(case: Case, cut: Any, garbage: float) -> No
     fouled = {name: t[name].clone() for name in "qkv"}
     for tensor in fouled.values():
         tensor[int(starts[-1]) :] = garbage
-    with cut:
+    with cut():
         clean, _ = attend(case)
         dirty, _ = attend(case, **fouled, kv=spoiled, block_table=table)
     assert equal(dirty, clean)
@@ -110,7 +121,7 @@ def test_bounds_never_change_results(case: Case, extra: int) -> None:
 @given(case=cases(), cut=cuts())
 def test_what_sees_nothing_gives_zero(case: Case, cut: Any) -> None:
     """A request of length 0 (its row is frozen, its tokens run along) gives exactly 0."""
-    with cut:
+    with cut():
         out, _ = attend(case, seq_lens=torch.zeros_like(case.tensors["seq_lens"]))
     assert not out.any()
 
@@ -126,7 +137,7 @@ def test_company_does_not_matter(case: Case, cut: Any, data: st.DataObject) -> N
         return
     alone = {name: t[name][own] for name in ("q", "k", "v", "slot_mapping")}
     alone |= {name: t[name][r : r + 1] for name in ("seq_lens", "block_table")}
-    with cut:
+    with cut():
         together, _ = attend(case)
         out, _ = attend(case, **alone, query_start_loc=torch.tensor([0, len(alone["q"])], dtype=torch.int32))
     assert (out - together[own]).abs().max() < 1e-12
@@ -199,7 +210,7 @@ def test_a_cache_of_eight_bits_equals_the_reference(
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
         heads = {name: case.tensors[name].to(dtype) for name in ("q", "k", "v")}
         want, written = case.run(**heads, **eight)
-        with cut:
+        with cut():
             got, kv = attend(case, **heads, **eight)
         assert got.dtype == dtype and kv.dtype == FP8
         assert (got - want).abs().max() <= tolerance * max(1.0, 448 * scales[1])
@@ -217,7 +228,7 @@ def test_eight_bits_that_nobody_reads_are_never_seen(case: Case, cut: Any) -> No
         for p in range(0 if window is None else max(0, first_query - window + 1), length):
             place = int(t["block_table"][r, p // block_size]), slice(None), p % block_size
             spoiled[place] = eight["kv"].view(torch.uint8)[place]
-    with cut:
+    with cut():
         clean, _ = attend(case, **eight)
         dirty, _ = attend(case, **(eight | {"kv": spoiled.view(FP8)}))
     assert equal(dirty, clean) and not clean.isnan().any()
@@ -231,3 +242,21 @@ def test_a_cache_of_eight_bits_without_scales_is_refused(case: Case) -> None:
     with pytest.raises(TypeError, match="float8_e4m3fn without kv_scales"):
         case.run(attend=attention.attend, kv=kv)
     assert equal(kv, before)
+
+
+@given(case=cases(), is_normed=st.booleans())
+def test_heads_of_one_projection_are_turned_and_attend(case: Case, is_normed: bool) -> None:
+    """`attend_qkv` is the reference's, whether or not queries and keys have norms."""
+    tensors = dict(case.tensors)
+    qkv = torch.cat([tensors.pop(name) for name in ("q", "k", "v")], 1).flatten(1)
+    angle = torch.arange(len(qkv) * DIM // 2).view(len(qkv), -1) * 0.3
+    gain = torch.linspace(0.5, 2, DIM, dtype=torch.float64)
+    how = {"cos": angle.double().cos(), "sin": angle.double().sin()}
+    if is_normed:
+        how |= {"q_gain": gain, "k_gain": gain.flip(0), "eps": 1e-5}
+    want, written = reference.attend_qkv(reference, qkv, **tensors, **case.static, **how)
+    kv = tensors.pop("kv").clone()
+    batch = (tensors[name] for name in ("query_start_loc", "seq_lens", "block_table", "slot_mapping"))
+    got, own = donating.attend_qkv(donating, qkv, kv, *batch, **case.static, **how)
+    assert own is kv and (kv[1:] - written[1:]).abs().max() < 1e-12
+    assert (got - want).abs().max() < 1e-12

@@ -1,0 +1,33 @@
+"""What decodes of one step have in common is kept for its layers, and never for another step."""
+
+from hypothesis import given
+
+from purestep.kernels.cpu import decodes
+from purestep.kernels.donating import donating
+from purestep.kernels.reference import reference
+from tests.kernels.attention_cases import Case, cases
+from tests.laws import equal
+
+
+@given(case=cases(decode=True))
+def test_arguments_that_change_where_they_lie_are_seen(case: Case) -> None:
+    """Lengths grow and blocks move, in the very tensors that the step before was given."""
+    tensors = {name: tensor.clone() for name, tensor in case.tensors.items()}
+    for _ in range(2):
+        fresh = tensors | {"kv": tensors["kv"].clone()}
+        found, _ = donating.attend(**fresh, **case.static)
+        expected, _ = reference.attend(**tensors, **case.static)
+        assert (found - expected).abs().max() < 1e-6
+        tensors["block_table"].copy_(tensors["block_table"].flip(-1))
+        tensors["seq_lens"].sub_((tensors["seq_lens"] > 1).to(tensors["seq_lens"].dtype))
+
+
+@given(case=cases())
+def test_what_is_kept_gives_the_same_bits(case: Case) -> None:
+    tensors = case.tensors
+    decodes.kept.cache_clear()
+    first, again = (
+        donating.attend(**(tensors | {"kv": tensors["kv"].clone()}), **case.static)[0] for _ in range(2)
+    )
+    assert equal(first, again)
+    assert decodes.kept.cache_info().hits == 1

@@ -63,7 +63,10 @@ class Kernels:
     lay_out_drafts: (
         Function  # (kernels, row_of_index, query_start_loc, ledger, drafts, token_ids, ...) -> inputs
     )
-    advance_drafts: Function  # as advance, of several tokens a request; donates both
+    advance_drafts: Function  # as advance, of drafts too and several tokens a request; donates all three
+    put_drafts: (
+        Function  # (kernels, ledger, drafts, row_of_index, seq_lens, sampled, proposed, ...); donates drafts
+    )
     ragged_index: Function  # (query_start_loc, num_tokens) -> index, offset
     take_rows: Function  # (tables, rows) -> of each table the rows
     # state leaves
@@ -112,7 +115,7 @@ class Kernels:
     gather_logprobs: Function  # (logprobs, ids, num_logprobs) -> ids, logprobs, ranks
     gather_ids: Function  # (logprobs, ids) -> logprobs
     # speculation
-    verify_greedy: Function  # (best, drafts, num_drafts) -> tokens [reqs, k + 1], -1 behind the last
+    verify_greedy: Function  # (best, drafts, is_unsound) -> tokens [reqs, k + 1], -1 behind the last; has_nan
     count_accepted: Function  # (logits, drafts, num_drafts, draft_probs, uniform) -> accepted
     draw_last: Function  # (logits, drafts, num_drafts, accepted, draft_probs, exponential) -> ids
     propose_ngram: Function  # (token_ids, rows, lengths, room, ...) -> drafts

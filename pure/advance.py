@@ -22,10 +22,7 @@ def advance(
     of it, so a loop of steps needs no host. Where drafts were verified several tokens may be kept, up to the first that
     ends the row; keys and values of drafts that fell lie behind the computed length, where the next step writes.
     """
-    entry = kernels.advance if inputs.drafts is None else kernels.advance_drafts
-    table, token_ids, kept, computed, stays, has_nan = entry(
-        kernels,
-        state.ledger.table,
+    batch = (
         state.token_ids,
         state.layout.row_of_index,
         inputs.seq_lens,
@@ -34,8 +31,17 @@ def advance(
         sampled.stops,
         sampled.has_nan,
     )
+    table, drafts = state.ledger.table, state.ledger.drafts
+    if inputs.drafts is None:
+        table, token_ids, kept, computed, stays, has_nan = kernels.advance(kernels, table, *batch)
+        kept = kept[:, None]
+        drafts = _left(state, kept[:, 0] >= 0, kernels)
+    else:
+        table, drafts, token_ids, kept, computed, stays, has_nan = kernels.advance_drafts(
+            kernels, table, drafts, *batch
+        )
     output = StepOutput(
-        sampled_token_ids=kept[:, None] if inputs.drafts is None else kept,
+        sampled_token_ids=kept,
         num_computed_tokens=computed,
         active=stays,
         has_nan=has_nan,
@@ -43,7 +49,6 @@ def advance(
         id_logprobs=sampled.id_logprobs,
         kept_mass=sampled.kept_mass,
     )
-    drafts = _left(state, output.sampled_token_ids[:, 0] >= 0, kernels)
     return replace(state, ledger=Ledger(table, drafts), token_ids=token_ids), output
 
 

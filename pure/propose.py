@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
 
 from purestep.kernels.types import Kernels
 from purestep.pure.errors import DrafterError
@@ -42,27 +40,22 @@ def propose(
     assert before is not None
     proposal = drafter.propose(params, executed, state, output, kernels=kernels)
     _check_proposal(proposal, (len(rows), drafter.num_drafts))
-    drafts = _within_budget(proposal.drafts, draft_budget(state), output.sampled_token_ids[:, 0] >= 0)
-    idle, nobody = executed.inputs.seq_lens == 0, state.token_ids.shape[0] - 1
-    written = torch.where(idle[:, None], before.index_select(0, rows), drafts)
+    seq_lens, (num_rows, longest) = executed.inputs.seq_lens, state.token_ids.shape
+    drafts, told = kernels.put_drafts(
+        kernels, table, before, rows, seq_lens, output.sampled_token_ids, proposal.drafts, longest=longest
+    )
     probs = state.draft_probs
     if proposal.probs is not None and probs is not None:
-        probs = kernels.write(probs, (torch.where(idle, nobody, rows),), proposal.probs.to(probs.dtype))
+        own = torch.where(seq_lens == 0, num_rows - 1, rows)  # a row that ran idle keeps what it has
+        probs = kernels.write(probs, (own,), proposal.probs.to(probs.dtype))
     state = replace(
         state,
-        ledger=Ledger(table, kernels.write(before, (rows,), written)),
+        ledger=Ledger(table, drafts),
         kv=state.kv if proposal.kv is None else proposal.kv,
         draft_probs=probs,
         drafter=state.drafter if proposal.kept is None else proposal.kept,
     )
-    return state, replace(output, draft_token_ids=drafts)
-
-
-def draft_budget(state: StepState) -> Int[Tensor, " reqs"]:
-    """The most drafts that each request of the batch may have: one token fewer than it may still say."""
-    rows = state.layout.row_of_index
-    limit = state.ledger.length_limit.index_select(0, rows).clamp(max=state.token_ids.shape[1])
-    return limit - state.ledger.num_known_tokens.index_select(0, rows) - 1
+    return state, replace(output, draft_token_ids=told)
 
 
 def host_drafts(
@@ -108,12 +101,3 @@ def _check(drafter: Drafter, state: StepState) -> None:
             "the drafter draws its tokens, and the state has no place for what they were drawn from: make it with "
             "equip(state, drafter, vocab_size=...)"
         )
-
-
-def _within_budget(
-    drafts: Int[Tensor, "reqs drafts"], budget: Int[Tensor, " reqs"], kept: Tensor
-) -> Int[Tensor, "reqs drafts"]:
-    """The drafts up to the first that is none or too many, -1 behind them."""
-    place = torch.arange(drafts.shape[1], device=drafts.device)
-    stands = (drafts >= 0) & (place < budget[:, None]) & kept[:, None]
-    return torch.where(stands.to(torch.int32).cumprod(-1) > 0, drafts, -1).to(torch.int32)

@@ -17,7 +17,7 @@ from purestep.pure.records.sampling_extras import SamplingExtras
 from purestep.pure.records.sampling_params import GREEDY_BELOW, LOGPROBS_MODES
 from purestep.pure.records.sampling_rows import INTS, BatchParams
 from purestep.pure.records.state import ExecuteModelState, StepState
-from purestep.pure.verify import verified_by_chance, verified_greedily, without_unsound
+from purestep.pure.verify import verified_by_chance, verified_greedily
 
 NOTHING = SamplingExtras()
 
@@ -171,22 +171,22 @@ def _verified(
         is_greedy = params["temperature"] < GREEDY_BELOW
         left = torch.where(is_greedy, processed.amax(-1), final.amax(-1).to(processed.dtype))
         picked, stops = kernels.greedy(processed), None
-        is_sound = by_request((logits.amax(-1) < float("inf")) & (left > float("-inf")))
+        is_unsound = ~((logits.amax(-1) < float("inf")) & (left > float("-inf")))
     else:
         found = _pick(state, params, processed, extras, None, kernels)
         picked, whole, final = found.tokens, found.whole, found.final
         _, stops, is_unsound = _judge(params, logits, processed, found, kernels)
-        is_sound = by_request(~is_unsound)
-    tokens = verified_greedily(by_request(picked), is_sound, drafts, uniforms, rates=rates, kernels=kernels)
+    judged = by_request(is_unsound), drafts
+    tokens, has_nan = verified_greedily(by_request(picked), *judged, uniforms, rates=rates, kernels=kernels)
     if by_chance:
         probs = state.draft_probs
         if probs is not None:
             probs = probs.index_select(0, state.layout.row_of_index)[:, : num_places - 1]
-        drawn = verified_by_chance(
-            by_request(final), is_sound, drafts, probs, uniforms, rates=rates, kernels=kernels
+        drawn, drawn_nan = verified_by_chance(
+            by_request(final), *judged, probs, uniforms, rates=rates, kernels=kernels
         )
         tokens = torch.where(by_request(is_greedy), tokens, drawn)
-    tokens, has_nan = without_unsound(tokens, is_sound)
+        has_nan = torch.where(by_request(is_greedy)[:, 0], has_nan, drawn_nan)
     told = tokens.flatten().clamp(min=0)
     logprobs, id_logprobs = _logprobs(shape, params, (logits, processed, final), told, extras, kernels)
     if stops is None or rates:  # what was kept is not what was picked

@@ -12,41 +12,42 @@ from purestep.pure.records.noise import ACCEPT, DRAW, RECOVER
 
 Uniforms = Callable[[Tensor, int, int], Tensor]
 # (places of tokens [reqs, n], purpose, width) -> [reqs, n, width]
+Verified = tuple[Int32[Tensor, "reqs places"], Bool[Tensor, " reqs"]]
+# tokens, -1 behind a request's last; whether it got none behind its drafts, since there was no distribution
 
 
 def verified_greedily(
     best: Int[Tensor, "reqs places"],
-    is_sound: Bool[Tensor, "reqs places"],
+    is_unsound: Bool[Tensor, "reqs places"],
     drafts: Int[Tensor, "reqs drafts"],
     uniforms: Uniforms,
     *,
     rates: tuple[float, ...],
     kernels: Kernels,
-) -> Int32[Tensor, "reqs places"]:
-    """The tokens of greedy requests, -1 behind the last: drafts while they are the best, and the best behind them."""
-    judged = _judged(is_sound, drafts)
+) -> Verified:
+    """The tokens of greedy requests: drafts while they are the best, and the best behind them."""
     if not rates:
-        return kernels.verify_greedy(best, drafts, judged)  # type: ignore[no-any-return]
-    accepted = _as_told(judged, rates, _chance(drafts, uniforms))
-    return _tokens(drafts, accepted, best.gather(1, accepted[:, None])[:, 0])
+        return kernels.verify_greedy(best, drafts, is_unsound)  # type: ignore[no-any-return]
+    accepted = _as_told(_judged(is_unsound, drafts), rates, _chance(drafts, uniforms))
+    return _sound(_tokens(drafts, accepted, best.gather(1, accepted[:, None])[:, 0]), is_unsound)
 
 
 def verified_by_chance(
     final: Float[Tensor, "reqs places vocab"],
-    is_sound: Bool[Tensor, "reqs places"],
+    is_unsound: Bool[Tensor, "reqs places"],
     drafts: Int[Tensor, "reqs drafts"],
     draft_probs: Float[Tensor, "reqs drafts vocab"] | None,
     uniforms: Uniforms,
     *,
     rates: tuple[float, ...],
     kernels: Kernels,
-) -> Int32[Tensor, "reqs places"]:
-    """The tokens of requests that draw, -1 behind the last, each distributed as `final` has it: rejection sampling.
+) -> Verified:
+    """The tokens of requests that draw, each distributed as `final` has it: rejection sampling.
 
     The token behind the drafts is drawn with the noise that plain sampling draws it with, so a request without drafts
     gets the plain token. Source: Leviathan et al., https://arxiv.org/abs/2211.17192.
     """
-    judged, vocab = _judged(is_sound, drafts), final.shape[-1]
+    judged, vocab = _judged(is_unsound, drafts), final.shape[-1]
     chance = _chance(drafts, uniforms)
     if rates:
         accepted = _as_told(judged, rates, chance)
@@ -56,20 +57,17 @@ def verified_by_chance(
     recover, draw = (uniforms(behind, purpose, vocab)[:, 0] for purpose in (RECOVER, DRAW))
     noise = -torch.where(behind < judged[:, None], recover, draw).log()
     last = kernels.draw_last(final, drafts, judged, accepted, draft_probs, noise.to(final.dtype))
-    return _tokens(drafts, accepted, last)
+    return _sound(_tokens(drafts, accepted, last), is_unsound)
 
 
-def without_unsound(
-    tokens: Int32[Tensor, "reqs places"], is_sound: Bool[Tensor, "reqs places"]
-) -> tuple[Int32[Tensor, "reqs places"], Bool[Tensor, " reqs"]]:
+def _sound(tokens: Tensor, is_unsound: Tensor) -> Verified:
     """The tokens without those of rows of logits that have no distribution, and which requests had such a last one."""
-    kept = torch.where(is_sound, tokens, -1)
-    return kept, ((tokens >= 0) & ~is_sound).any(-1)
+    return torch.where(is_unsound, -1, tokens), ((tokens >= 0) & is_unsound).any(-1)
 
 
-def _judged(is_sound: Tensor, drafts: Tensor) -> Tensor:
+def _judged(is_unsound: Tensor, drafts: Tensor) -> Tensor:
     """How many drafts of each request are judged: up to the first row of logits that has no distribution."""
-    num_sound = is_sound.to(torch.int32).cumprod(-1).sum(-1)
+    num_sound = (~is_unsound).to(torch.int32).cumprod(-1).sum(-1)
     return torch.minimum((drafts >= 0).sum(-1), num_sound)
 
 

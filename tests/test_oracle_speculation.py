@@ -52,7 +52,9 @@ def test_rejection_sampling(oracle_dir: Path, index: int) -> None:
     # The bonus token is given: behind the drafts nothing else is possible.
     certain = torch.full((reqs, vocab), -torch.inf).scatter(1, case["bonus_token_ids"].long(), 0.0)
     logits[torch.arange(reqs), num_drafts] = certain
-    ours = verify_greedy(logits.argmax(-1), drafts, num_drafts)
+    guesses = torch.where(torch.arange(most) < num_drafts[:, None], drafts, -1)
+    ours, has_nan = verify_greedy(logits.argmax(-1), guesses, torch.zeros(reqs, most + 1, dtype=torch.bool))
+    assert not has_nan.any()
     is_greedy = torch.tensor(case["temperature"]) == 0
     if not is_greedy.all():
         uniform, exponential = recorded_noise(case)

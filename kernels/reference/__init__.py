@@ -13,7 +13,7 @@ from purestep.kernels.reference.dense import (
     rotate,
     silu_and_mul,
 )
-from purestep.kernels.reference.draft_ends import advance_drafts, lay_out_drafts
+from purestep.kernels.reference.draft_ends import advance_drafts, lay_out_drafts, put_drafts
 from purestep.kernels.reference.draw import draw, greedy, scale_by_temperature, temperature_offset
 from purestep.kernels.reference.ends import advance, lay_out
 from purestep.kernels.reference.grammar import apply_grammar_bitmask
@@ -38,6 +38,7 @@ reference = Kernels(
     advance=advance,
     lay_out_drafts=lay_out_drafts,
     advance_drafts=advance_drafts,
+    put_drafts=put_drafts,
     ragged_index=ragged_index,
     take_rows=take_rows,
     write=write,

@@ -74,6 +74,7 @@ def lay_out_drafts(
 def advance_drafts(
     kernels: Kernels,
     ledger: Tensor,
+    drafts: Tensor,
     token_ids: Tensor,
     row_of_index: Tensor,
     seq_lens: Tensor,
@@ -81,13 +82,14 @@ def advance_drafts(
     sampled: Tensor,
     stops: Tensor,
     has_nan: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`advance` with several tokens a request: `sampled` int32 [reqs, width], -1 behind the last, `stops` likewise.
 
     All of them but the last are drafts that were found right, so that their keys and values are in the cache. They are
     kept up to the first one that stops the row or brings it to its limit. NaN, unless tokens end before it, stands
-    where the token behind the last would be. Returns as `advance`; kept tokens are [reqs, width], -1 behind the last.
-    Donates ledger and token_ids.
+    where the token behind the last would be. The drafts int32 [rows, width - 1] of a row that keeps a token are gone:
+    what they guessed is known. Returns the ledger, the drafts, and all else as `advance`; kept tokens are
+    [reqs, width], -1 behind the last. Donates ledger, drafts and token_ids.
     """
     active = ledger[ACTIVE][row_of_index] > 0
     runs = active & (seq_lens > 0)
@@ -121,4 +123,33 @@ def advance_drafts(
     position = torch.where(kept, known[:, None] + place, 0)
     row = torch.where(kept, row_of_index[:, None], ledger.shape[1] - 1)
     token_ids = kernels.write(token_ids, (row, position), torch.where(kept, sampled, 0))
-    return table, token_ids, torch.where(kept, sampled, -1), computed, stays, has_nan
+    left = torch.where(kept[:, :1], -1, drafts[row_of_index])
+    drafts = kernels.write(drafts, (row_of_index,), left)
+    return table, drafts, token_ids, torch.where(kept, sampled, -1), computed, stays, has_nan
+
+
+def put_drafts(
+    kernels: Kernels,
+    ledger: Tensor,
+    drafts: Tensor,
+    row_of_index: Tensor,
+    seq_lens: Tensor,
+    sampled: Tensor,
+    proposed: Tensor,
+    *,
+    longest: int,
+) -> tuple[Tensor, Tensor]:
+    """The drafts int32 [rows, k] with those of a step's requests, and the latter int32 [reqs, k], -1 behind the last.
+
+    They are `proposed` int [reqs, k] up to the first that is none (below 0) or one too many: a request that has kept a
+    token (sampled int32 [reqs, width], -1 where it has none) may have one draft fewer than it may still say, by its
+    limit in the ledger and by `longest`, the tokens that a tape holds. Others get none. A row that ran idle, with
+    seq_lens 0, keeps what it has. Donates drafts.
+    """
+    limit = ledger[LIMIT][row_of_index].clamp(max=longest)
+    budget = limit - ledger[KNOWN][row_of_index] - 1
+    place = torch.arange(drafts.shape[1], device=drafts.device)
+    stands = (proposed >= 0) & (place < budget[:, None]) & (sampled[:, :1] >= 0)
+    told = torch.where(stands.to(torch.int32).cumprod(-1) > 0, proposed, -1).to(torch.int32)
+    written = torch.where(seq_lens[:, None] == 0, drafts[row_of_index], told)
+    return kernels.write(drafts, (row_of_index,), written), told

@@ -12,16 +12,18 @@ from torch import Tensor
 from purestep.kernels.reference.draw import draw
 
 
-def verify_greedy(best: Tensor, drafts: Tensor, num_drafts: Tensor) -> Tensor:
-    """The tokens of greedy requests: int32 [reqs, k + 1], -1 behind the last.
+def verify_greedy(best: Tensor, drafts: Tensor, is_unsound: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens of greedy requests, int32 [reqs, k + 1], -1 behind the last, and who got none behind the drafts.
 
-    best int [reqs, k + 1] are the largest logits' ids. A draft stands while it and all before it are the best; the
-    token behind them is the best there.
+    best int [reqs, k + 1] are the largest logits' ids, 0 or more; drafts are -1 behind a request's last; is_unsound
+    bool [reqs, k + 1] are the rows of logits that have no distribution. A draft stands while it and all before it are
+    the best of sound rows; the token behind them is the best there, or none, bool [reqs], if that row is unsound.
     """
     place = torch.arange(best.shape[1], device=best.device)
-    agrees = (best[:, :-1] == drafts) & (place[:-1] < num_drafts[:, None])
-    accepted = agrees.to(torch.int64).cumprod(-1).sum(-1)
-    return torch.where(place <= accepted[:, None], best, -1).to(torch.int32)
+    agrees = (best[:, :-1] == drafts) & ~is_unsound[:, :-1]
+    behind = agrees.to(torch.int64).cumprod(-1).sum(-1)[:, None]
+    told = torch.where((place <= behind) & ~is_unsound, best, -1)
+    return told.to(torch.int32), is_unsound.gather(1, behind)[:, 0]
 
 
 def count_accepted(

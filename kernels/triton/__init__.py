@@ -77,13 +77,14 @@ def cuda_donating() -> Kernels:
 
 def _speculation() -> dict[str, Function]:
     """Those of verification and of drafters."""
-    from purestep.kernels.triton.draft_ends import advance_drafts, lay_out_drafts
+    from purestep.kernels.triton.draft_ends import advance_drafts, lay_out_drafts, put_drafts
     from purestep.kernels.triton.ngram import propose_ngram
     from purestep.kernels.triton.verify import count_accepted, draw_last, verify_greedy
 
     return {
         "lay_out_drafts": lay_out_drafts,
         "advance_drafts": advance_drafts,
+        "put_drafts": put_drafts,
         "verify_greedy": verify_greedy,
         "count_accepted": count_accepted,
         "draw_last": draw_last,

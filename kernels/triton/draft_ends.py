@@ -20,7 +20,7 @@ from purestep.kernels.triton.ends import (
     together,
 )
 from purestep.kernels.triton.layout import request_of
-from purestep.kernels.triton.shared import cdiv, early_launch, next_power_of_2, take_turn
+from purestep.kernels.triton.shared import cdiv, check_rows, early_launch, next_power_of_2, take_turn
 from purestep.kernels.types import Kernels
 
 
@@ -145,6 +145,7 @@ def _lay_out_tokens(
 def advance_drafts(
     kernels: Kernels,
     ledger: Tensor,
+    drafts: Tensor,
     token_ids: Tensor,
     row_of_index: Tensor,
     seq_lens: Tensor,
@@ -152,27 +153,27 @@ def advance_drafts(
     sampled: Tensor,
     stops: Tensor,
     has_nan: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`advance` with several tokens a request, [reqs, width]; what is not kept is not written."""
     num_reqs, num_rows = row_of_index.shape[0], ledger.shape[1]
     kept, computed, stays, now_nan = together(sampled, seq_lens, discard, discard)
     given = (row_of_index, seq_lens, discard, sampled, stops, has_nan)
     _advance_drafts[(cdiv(max(num_reqs, num_rows), LANES),)](
-        ledger, token_ids, *(x.contiguous() for x in given), kept, computed, stays, now_nan, num_reqs, num_rows,
-        ledger.stride(0), token_ids.stride(0), token_ids.shape[1], WIDTH=sampled.shape[1], LANES=LANES,
-        **early_launch(),
+        ledger, drafts, token_ids, *(x.contiguous() for x in given), kept, computed, stays, now_nan, num_reqs, num_rows,
+        ledger.stride(0), drafts.stride(0), token_ids.stride(0), token_ids.shape[1], WIDTH=sampled.shape[1],
+        LANES=LANES, **early_launch(),
     )  # fmt: skip
-    return ledger, token_ids, kept, computed, stays, now_nan
+    return ledger, drafts, token_ids, kept, computed, stays, now_nan
 
 
 @triton.jit(
-    do_not_specialize=["num_reqs", "num_rows", "column", "tokens_row", "longest"],
-    do_not_specialize_on_alignment=["row_of_index"],
+    do_not_specialize=["num_reqs", "num_rows", "column", "drafts_row", "tokens_row", "longest"],
+    do_not_specialize_on_alignment=["row_of_index", "drafts"],
 )
 def _advance_drafts(
-    ledger, token_ids, row_of_index, seq_lens, discard, sampled, stops, has_nan, kept_ids, computed_lens, goes_on,
-    is_nan, num_reqs, num_rows, column, tokens_row, longest, WIDTH: tl.constexpr, LANES: tl.constexpr,
-    EARLY: tl.constexpr,
+    ledger, drafts, token_ids, row_of_index, seq_lens, discard, sampled, stops, has_nan, kept_ids, computed_lens,
+    goes_on, is_nan, num_reqs, num_rows, column, drafts_row, tokens_row, longest, WIDTH: tl.constexpr,
+    LANES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     take_turn(EARLY)
     lane = tl.program_id(0) * LANES + tl.arange(0, LANES)
@@ -206,6 +207,8 @@ def _advance_drafts(
     told = tl.where(dropped, length, known + count - 1 + nan.to(tl.int32))
     computed = tl.where(runs, told, before)
     stays = active & ~nan & ~ended
+    for place in tl.static_range(WIDTH - 1):
+        tl.store(drafts + row * drafts_row + place, -1, mask=exists & (count > 0))
     tl.store(entry + COMPUTED * column, computed, mask=exists)
     tl.store(entry + KNOWN * column, known + count, mask=exists)
     tl.store(entry + OUTPUTS * column, outputs + count, mask=exists)
@@ -214,3 +217,52 @@ def _advance_drafts(
     tl.store(computed_lens + lane, computed, mask=exists)
     tl.store(goes_on + lane, stays, mask=exists)
     tl.store(is_nan + lane, nan, mask=exists)
+
+
+def put_drafts(
+    kernels: Kernels,
+    ledger: Tensor,
+    drafts: Tensor,
+    row_of_index: Tensor,
+    seq_lens: Tensor,
+    sampled: Tensor,
+    proposed: Tensor,
+    *,
+    longest: int,
+) -> tuple[Tensor, Tensor]:
+    """The drafts of a step's requests, put into their rows and told of. One launch."""
+    check_rows("put_drafts", drafts=drafts, sampled=sampled, proposed=proposed)
+    num_reqs, num_drafts = proposed.shape
+    told = torch.empty(num_reqs, num_drafts, dtype=torch.int32, device=drafts.device)
+    if num_reqs:
+        _put_drafts[(cdiv(num_reqs, LANES),)](
+            ledger, drafts, row_of_index.contiguous(), seq_lens.contiguous(), sampled, proposed, told, num_reqs,
+            ledger.stride(0), drafts.stride(0), sampled.stride(0), proposed.stride(0), longest,
+            NUM_DRAFTS=num_drafts, LANES=LANES, **early_launch(),
+        )  # fmt: skip
+    return drafts, told
+
+
+@triton.jit(
+    do_not_specialize=["num_reqs", "column", "drafts_row", "sampled_row", "proposed_row", "longest"],
+    do_not_specialize_on_alignment=["drafts", "row_of_index", "seq_lens", "sampled", "proposed"],
+)
+def _put_drafts(
+    ledger, drafts, row_of_index, seq_lens, sampled, proposed, told, num_reqs, column, drafts_row, sampled_row,
+    proposed_row, longest, NUM_DRAFTS: tl.constexpr, LANES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    take_turn(EARLY)
+    lane = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    exists = lane < num_reqs
+    at = lane.to(tl.int64)
+    row = tl.load(row_of_index + lane, mask=exists, other=0).to(tl.int64)
+    limit = tl.minimum(tl.load(ledger + LIMIT * column + row, mask=exists, other=0), longest)
+    budget = limit - tl.load(ledger + KNOWN * column + row, mask=exists, other=0) - 1
+    ran = tl.load(seq_lens + lane, mask=exists, other=0) != 0
+    stands = tl.load(sampled + at * sampled_row, mask=exists, other=-1) >= 0
+    for place in tl.static_range(NUM_DRAFTS):
+        draft = tl.load(proposed + at * proposed_row + place, mask=exists, other=-1).to(tl.int32)
+        stands = stands & (draft >= 0) & (place < budget)
+        draft = tl.where(stands, draft, -1)
+        tl.store(drafts + row * drafts_row + place, draft, mask=exists & ran)
+        tl.store(told + at * NUM_DRAFTS + place, draft, mask=exists)

@@ -23,30 +23,42 @@ from purestep.kernels.triton.shared import (
 CHUNK = 4096
 
 
-def verify_greedy(best: Tensor, drafts: Tensor, num_drafts: Tensor) -> Tensor:
-    """The tokens of greedy requests, int32 [reqs, k + 1], -1 behind the last; best int [reqs, k + 1]."""
-    check_rows("verify_greedy", best=best, drafts=drafts)
+def verify_greedy(best: Tensor, drafts: Tensor, is_unsound: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens of greedy requests, int32 [reqs, k + 1], -1 behind the last, and who got none behind the drafts."""
+    check_rows("verify_greedy", best=best, drafts=drafts, is_unsound=is_unsound)
     reqs, width = best.shape
     out = torch.empty(reqs, width, dtype=torch.int32, device=best.device)
+    has_nan = torch.empty(reqs, dtype=torch.bool, device=best.device)
     if reqs:
         _verify_greedy[(reqs,)](
-            best, drafts, num_drafts, out, best.stride(0), drafts.stride(0), num_drafts.stride(0), WIDTH=width,
-            LANES=next_power_of_2(width), num_warps=1,
+            best, drafts, is_unsound, out, has_nan, best.stride(0), drafts.stride(0), is_unsound.stride(0),
+            WIDTH=width, LANES=next_power_of_2(width), num_warps=1,
         )  # fmt: skip
-    return out
+    return out, has_nan
 
 
-@triton.jit(do_not_specialize_on_alignment=["best", "drafts", "num_drafts"])
+@triton.jit(do_not_specialize_on_alignment=["best", "drafts", "is_unsound"])
 def _verify_greedy(
-    best, drafts, num_drafts, out, step, drafts_step, count_step, WIDTH: tl.constexpr, LANES: tl.constexpr
+    best,
+    drafts,
+    is_unsound,
+    out,
+    has_nan,
+    step,
+    drafts_step,
+    unsound_step,
+    WIDTH: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, LANES)
-    token = tl.load(best + row * step + place, mask=place < WIDTH, other=-1).to(tl.int32)
-    guessed = place < tl.minimum(tl.load(num_drafts + row * count_step), WIDTH - 1)
-    draft = tl.load(drafts + row * drafts_step + place, mask=guessed, other=-1)
-    accepted = tl.min(tl.where(guessed & (draft == token), LANES, place), 0)
-    tl.store(out + row * WIDTH + place, tl.where(place <= accepted, token, -1), mask=place < WIDTH)
+    exists = place < WIDTH
+    token = tl.load(best + row * step + place, mask=exists, other=-1).to(tl.int32)
+    is_sound = tl.load(is_unsound + row * unsound_step + place, mask=exists, other=0) == 0
+    draft = tl.load(drafts + row * drafts_step + place, mask=place < WIDTH - 1, other=-1)
+    behind = tl.min(tl.where((draft == token) & is_sound & (place < WIDTH - 1), LANES, place), 0)
+    tl.store(out + row * WIDTH + place, tl.where((place <= behind) & is_sound, token, -1), mask=exists)
+    tl.store(has_nan + row, tl.sum(((place == behind) & ~is_sound).to(tl.int32), 0) > 0)
 
 
 def count_accepted(

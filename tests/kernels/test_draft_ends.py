@@ -8,7 +8,7 @@ from torch import Tensor
 
 from purestep.kernels.reference import reference
 from purestep.kernels.reference.ends import ACTIVE, COMPUTED, HAS_NAN, KNOWN, LIMIT, OUTPUTS, STEP
-from tests.laws import equal
+from tests.laws import assert_pure, equal
 from tests.schedules import seeds
 
 LONGEST, BLOCK, NUM_ROWS = 24, 4, 5
@@ -28,6 +28,15 @@ def ledger_of(rng: Random) -> Tensor:
 
 def integers(values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
+
+
+def some_drafts(rng: Random, num_drafts: int) -> Tensor:
+    """Of every row, nobody's too, whatever order none and ids are in."""
+    rows = [[rng.choice([-1, *range(50, 90)]) for _ in range(num_drafts)] for _ in range(NUM_ROWS + 1)]
+    return torch.tensor(rows, dtype=torch.int32).view(NUM_ROWS + 1, num_drafts)
+
+
+NO_DRAFTS = torch.zeros(NUM_ROWS + 1, 0, dtype=torch.int32)
 
 
 @given(seeds)
@@ -97,9 +106,11 @@ def test_advance_by_several_tokens(rng: Random) -> None:
     counts = [rng.randrange(0 if has_nan[i] else 1, width + (not has_nan[i])) for i in range(num_reqs)]
     tokens = [[rng.randrange(90) for _ in range(n)] + [-1] * (width - n) for n in counts]
     stops = torch.tensor([[rng.random() < 0.2 for _ in range(width)] for _ in rows])
-    sampled = torch.tensor(tokens, dtype=torch.int32)
-    given_ = (reference, table, tapes, integers(rows), integers(lens), discard, sampled, stops, has_nan)
-    after, taped, kept, computed, stays, is_nan = reference.advance_drafts(*given_)
+    sampled, drafts = torch.tensor(tokens, dtype=torch.int32), some_drafts(rng, width - 1)
+    batch = (integers(rows), integers(lens), discard, sampled, stops, has_nan)
+    after, left, taped, kept, computed, stays, is_nan = assert_pure(
+        reference.advance_drafts, reference, table, drafts, tapes, *batch
+    )
 
     expected, tapes = table.clone(), tapes.clone()
     expected[STEP] += 1
@@ -127,7 +138,8 @@ def test_advance_by_several_tokens(rng: Random) -> None:
         assert kept[index].tolist() == own + [-1] * (width - len(own))
         assert int(computed[index]) == int(expected[COMPUTED, row])
         assert (bool(stays[index]), bool(is_nan[index])) == (bool(expected[ACTIVE, row]), nan)
-    assert torch.equal(after, expected)
+        drafts[row] = torch.where(kept[index, :1] >= 0, -1, drafts[row])
+    assert torch.equal(after, expected) and torch.equal(left, drafts)
     assert torch.equal(taped[:-1], tapes[:-1]) and (taped >= 0).all()
 
 
@@ -142,8 +154,35 @@ def test_one_token_each_is_advance(rng: Random) -> None:
     discard, stops, has_nan = flags
     single = reference.advance(reference, table, tapes, integers(rows), lens, discard, tokens, stops, has_nan)
     told = torch.where(has_nan, -1, tokens)[:, None]
-    ours = reference.advance_drafts(
-        reference, table, tapes, integers(rows), lens, discard, told, stops[:, None], has_nan
+    after, _, *rest = reference.advance_drafts(
+        reference, table, NO_DRAFTS, tapes, integers(rows), lens, discard, told, stops[:, None], has_nan
     )
+    ours = after, *rest
     assert torch.equal(ours[0], single[0]) and torch.equal(ours[1][:-1], single[1][:-1])
     assert equal(ours[2][:, 0], single[2]) and all(map(equal, ours[3:], single[3:]))
+
+
+@given(seeds)
+def test_drafts_are_put_where_they_may_follow(rng: Random) -> None:
+    """Up to the first that is none or that leaves no place for the token behind it; idle rows keep what they have."""
+    table, num_drafts = ledger_of(rng), rng.randrange(1, 5)
+    before, longest = some_drafts(rng, num_drafts), rng.randrange(8, LONGEST + 4)
+    rows = [*rng.sample(range(NUM_ROWS), rng.randrange(1, NUM_ROWS + 1)), *[NUM_ROWS] * rng.randrange(2)]
+    lens = [0 if row == NUM_ROWS else rng.randrange(3) for row in rows]
+    sampled = integers([rng.choice([-1, 4, 5]) for _ in rows])[:, None].repeat(1, rng.randrange(1, 3))
+    proposed = some_drafts(rng, num_drafts)[: len(rows)].to(rng.choice([torch.int32, torch.int64]))
+    batch = (table, before, integers(rows), integers(lens), sampled, proposed)
+    drafts, told = assert_pure(reference.put_drafts, reference, *batch, longest=longest)
+
+    expected = before.clone()
+    for index, row in enumerate(rows):
+        budget = min(int(table[LIMIT, row]), longest) - int(table[KNOWN, row]) - 1
+        own = list[int]()
+        for draft in proposed[index].tolist() if sampled[index, 0] >= 0 else []:
+            if draft < 0 or len(own) >= budget:
+                break
+            own.append(draft)
+        assert told[index].tolist() == own + [-1] * (num_drafts - len(own))
+        if lens[index]:
+            expected[row] = told[index]
+    assert told.dtype == torch.int32 and torch.equal(drafts, expected)

@@ -57,6 +57,7 @@ def random_arguments(seed: int) -> dict[str, Tensor]:
         "threes": torch.full((REQS,), 3),
         "best": whole(0, 3, REQS, 4),
         "drafts": whole(-1, 3, REQS, 3),
+        "unsound": whole(0, 4, REQS, 4) == 0,
         "q": real(REQS, 3, VOCAB).softmax(-1),
         "uniform": real(REQS, 3) * 0.1,
     }
@@ -100,7 +101,7 @@ KERNELS: list[tuple[Callable[..., Any], str]] = [
     (logsumexp, "logits"),
     (gather_three, "logits chosen"),
     (gather_ids, "logits tokens"),
-    (verify_greedy, "best drafts starts"),
+    (verify_greedy, "best drafts unsound"),
     (count_accepted, "targets drafts starts q uniform"),
     (count_guesses, "targets drafts starts uniform"),
     (draw_last, "targets drafts starts starts q noise"),

@@ -29,15 +29,21 @@ def distribution(shares: list[int]) -> Tensor:
     st.data(),
 )
 def test_greedy_keeps_what_agrees(best: list[list[int]], data: st.DataObject) -> None:
-    """Drafts up to the first that is not the best, and the best there."""
+    """Drafts up to the first that is not the best or has no distribution, and the best there if it has one."""
     drafts = [data.draw(st.lists(ID | st.just(-1), min_size=K, max_size=K)) for _ in best]
-    counts = [data.draw(st.integers(0, K)) for _ in best]
-    ours = verify_greedy(torch.tensor(best), torch.tensor(drafts).int(), torch.tensor(counts))
-    for own, ids, guesses, count in zip(ours.tolist(), best, drafts, counts, strict=True):
+    unsound = [
+        data.draw(st.lists(st.sampled_from([False] * 4 + [True]), min_size=K + 1, max_size=K + 1))
+        for _ in best
+    ]
+    ours, has_nan = verify_greedy(torch.tensor(best), torch.tensor(drafts).int(), torch.tensor(unsound))
+    for own, nan, ids, guesses, bad in zip(
+        ours.tolist(), has_nan.tolist(), best, drafts, unsound, strict=True
+    ):
         n = 0
-        while n < count and guesses[n] == ids[n]:
+        while n < K and guesses[n] == ids[n] and not bad[n]:
             n += 1
-        assert own == ids[: n + 1] + [-1] * (K - n)
+        assert own == ids[:n] + ([-1] if bad[n] else [ids[n]]) + [-1] * (K - n)
+        assert nan == bad[n]
 
 
 @given(

@@ -10,7 +10,7 @@ from torch import Tensor
 from purestep.kernels.reference import reference
 from purestep.pure.drafters.ngram import ngram_on_host
 from purestep.pure.errors import DrafterError
-from purestep.pure.propose import draft_budget, equip, host_drafts, propose
+from purestep.pure.propose import equip, host_drafts, propose
 from purestep.pure.record import replace
 from purestep.pure.records.drafter import Drafter, HostDrafter, Proposal
 from purestep.pure.step import execute, sample, step
@@ -84,7 +84,6 @@ def test_the_stages_of_drafting_are_pure() -> None:
     after, output = sample(executed, kernels=reference)
     assert_pure(propose, drafter, PARAMS, executed, after, output, kernels=reference)
     assert propose(None, PARAMS, executed, after, output, kernels=reference) == (after, output)
-    assert assert_pure(draft_budget, after).tolist() == [14, 14]
     assert assert_pure(equip, after, drafter, vocab_size=11).draft_probs.shape == (3, 2, 11)
     on_host = ngram_on_host(num_drafts=2, min_n=1, max_n=2)
     assert assert_pure(host_drafts, on_host, None, [[1, 2, 1]], [9]) == (None, ((2, 1),))

@@ -160,14 +160,16 @@ def call_the_rest() -> None:
     kernels.gather_logprobs(logits, seeds, 0)
     kernels.gather_logprobs(logits, seeds, 20)
     targets, drafts, uniform = meta(4, 6, 128256), ints(4, 5), meta(4, 5)
-    kernels.verify_greedy(meta(4, 6, dtype=torch.int64), drafts, ints(4))
+    kernels.verify_greedy(meta(4, 6, dtype=torch.int64), drafts, meta(4, 6, dtype=torch.bool))
     for probs in (None, meta(4, 5, 128256)):
         kernels.count_accepted(targets, drafts, ints(4), probs, uniform)
         kernels.draw_last(targets, drafts, ints(4), seeds, probs, logits)
     layout = (ints(4), ints(5), rows[0], ints(9, 5), *rows[1:])
     kernels.lay_out_drafts(kernels, *layout, block_sizes=(16,), num_tokens=20, max_seq_len=64)
     several = ints(4, 6), meta(4, 6, dtype=torch.bool), flags
-    kernels.advance_drafts(kernels, ints(7, 9), ints(9, 30), ints(4), ints(4), flags, *several)
+    kernels.advance_drafts(kernels, ints(7, 9), ints(9, 5), ints(9, 30), ints(4), ints(4), flags, *several)
+    rows = ints(7, 9), ints(9, 5), ints(4), ints(4)
+    kernels.put_drafts(kernels, *rows, ints(4, 6), drafts, longest=64)
     kernels.propose_ngram(ints(9, 5000), ints(4), ints(4), ints(4), min_n=1, max_n=4, num_drafts=5)
 
 

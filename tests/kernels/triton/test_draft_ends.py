@@ -70,10 +70,32 @@ def test_advance(num_reqs: int, padding: int, width: int, seed: int) -> None:
         torch.arange(width, device=DEVICE) < kept, integers(generator, count, width, high=500), -1
     )
     given_ = (rows, lengths, discard, sampled, stops, has_nan)
-    expected = reference.advance_drafts(reference, ledger, token_ids, *given_)
-    own = ledger.clone(), token_ids.clone()
+    drafts = integers(generator, ROWS, width + 1, low=-1, high=500)[:, : width - 1]
+    expected = reference.advance_drafts(reference, ledger, drafts, token_ids, *given_)
+    own = ledger.clone(), drafts.clone(), token_ids.clone()
     ours = OURS.advance_drafts(OURS, *own, *given_)
-    assert ours[0].data_ptr() == own[0].data_ptr() and ours[1].data_ptr() == own[1].data_ptr()
-    assert equal(ours[0], expected[0])
-    assert equal(ours[1][:-1], expected[1][:-1])
-    assert equal(ours[2:], expected[2:])
+    assert all(a.data_ptr() == b.data_ptr() for a, b in zip(ours, own, strict=False))
+    assert equal(ours[:2], expected[:2])
+    assert equal(ours[2][:-1], expected[2][:-1])
+    assert equal(ours[3:], expected[3:])
+
+
+@few(25)
+@given(st.integers(1, ROWS - 1), st.integers(0, 3), st.integers(1, 5), st.booleans(), st.integers(0, 999))
+def test_put_drafts(num_reqs: int, padding: int, num_drafts: int, wide: bool, seed: int) -> None:
+    """Every row's drafts, where they lie, and what is told of them."""
+    generator = torch.Generator().manual_seed(seed)
+    ledger, *_ = state(seed)
+    rows, count = rows_of(seed, num_reqs, padding), num_reqs + padding
+    lengths = integers(generator, count, high=3)
+    lengths[num_reqs:] = 0
+    sampled = integers(generator, count, 3, low=-1, high=3)
+    proposed = integers(generator, count, num_drafts, low=-2, high=500).clamp(min=-1)
+    drafts = integers(generator, ROWS, num_drafts + 1, low=-1, high=500)[:, :num_drafts]
+    given_ = (rows, lengths, sampled, proposed.long() if wide else proposed)
+    longest = 20 if seed % 2 else LONGEST
+    expected = reference.put_drafts(reference, ledger, drafts, *given_, longest=longest)
+    own = drafts.clone()
+    ours = OURS.put_drafts(OURS, ledger, own, *given_, longest=longest)
+    assert ours[0].data_ptr() == own.data_ptr()
+    assert equal(ours, expected)

@@ -4,7 +4,7 @@ What it knows between two turns, which `Turns` runs, is one immutable record, re
 leaves the old one, and going back is taking an old one.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
@@ -28,7 +28,7 @@ from purestep.state.calls import Call, submitted
 from purestep.state.engine_moment import EngineMoment
 from purestep.state.grammars import Grammars
 from purestep.state.graph_api import GraphApi
-from purestep.state.loading.chat import render_chat
+from purestep.state.loading.chat import Conversation, conversations_of, render_chat
 from purestep.state.loading.tokenizer import Tokenizer
 from purestep.state.progress import progress as progress_bar
 from purestep.state.results import RequestOutput
@@ -277,7 +277,7 @@ class Engine:
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = True,
@@ -288,11 +288,10 @@ class Engine:
         Raises:
             InvalidRequestError: the model has no chat template, or it can not take these messages.
         """
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts = [self.chat_prompt(conversation, **variables) for conversation in conversations]  # type: ignore[arg-type]
+        prompts = [self.chat_prompt(one, **variables) for one in conversations_of(messages)]
         return self.generate(prompts, sampling_params, progress=progress, add_special_tokens=False)
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+    def chat_prompt(self, messages: Conversation, **variables: Any) -> str:
         """The prompt that the model's chat template makes of a conversation."""
         template = self._loaded.chat_template
         if template is None:

@@ -31,7 +31,7 @@ from purestep.state.device_memory import CudaMemory, DeviceMemory
 from purestep.state.graph_api import CudaGraphs, GraphApi
 from purestep.state.graphs import CaptureReport, GraphKey
 from purestep.state.loading.load import load_model
-from purestep.state.loading.loaded import LoadedModel
+from purestep.state.loading.loaded import LoadedModel, in_memory
 from purestep.state.profile import determine_available_memory, profile_layouts
 from purestep.state.progress import watched
 from purestep.state.run import BoundStep
@@ -98,11 +98,10 @@ def resolve(source: Source, *, dtype: torch.dtype, device: torch.device, tokeniz
 
     Raises:
         ModelLoadError: a model that can not be loaded.
-        InvalidParameterError: a torch module on another device.
+        InvalidParameterError: a torch module on another device, or a tuple that is not (Model, Params).
     """
     if isinstance(source, tuple):
-        model, params = source
-        source = LoadedModel(name=model.name, model=model, params=params)
+        source = in_memory(source)
     if isinstance(source, LoadedModel):
         params = placed(source.model, source.params, dtype=dtype, device=device)
         return attrs.evolve(source, params=params, tokenizer=tokenizer or source.tokenizer)

@@ -20,7 +20,7 @@ LEAST = {  # of the sizes that are whole numbers; a prompt and an output need 2 
     "steps_ahead": 0,
     "unroll": 1,
 }
-
+FLAGS = ("enable_prefix_caching", "calculate_kv_scales", "capture_halves", "capture_progress")
 
 GREEDY_SHAPE = SamplerShape()
 RANDOM_SHAPE = SamplerShape(random=True, truncated=True)
@@ -79,9 +79,15 @@ class Sizes:
 
     def __attrs_post_init__(self) -> None:
         for name, least in LEAST.items():
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < least):
+            value, default = getattr(self, name), getattr(attrs.fields(Sizes), name).default
+            if not (value is default is None or (type(value) is int and value >= least)):
                 raise InvalidParameterError(f"{name}={value!r}: it must be a whole number, at least {least}")
+        for name in FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidParameterError(f"{name}={getattr(self, name)!r}: it must be True or False")
+        samplers = self.capture_samplers
+        if not isinstance(samplers, tuple) or not all(isinstance(shape, SamplerShape) for shape in samplers):
+            raise InvalidParameterError(f"capture_samplers={samplers!r}: give a tuple of SamplerShape")
         share, sizes = self.gpu_memory_utilization, self.capture_sizes
         if not isinstance(share, int | float) or not 0 < share <= 1:
             raise InvalidParameterError(

@@ -8,6 +8,25 @@ from typing import Any
 from purestep.pure.errors import InvalidRequestError, ModelLoadError
 
 
+Conversation = Sequence[Mapping[str, Any]]
+
+
+def conversations_of(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
+    """One conversation or many, as a list.
+
+    Raises:
+        InvalidRequestError: what is neither.
+    """
+    if isinstance(messages, Sequence) and not isinstance(messages, str):
+        many = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        if all(isinstance(one, Sequence) and not isinstance(one, str) for one in many):
+            return many  # type: ignore[return-value]
+    raise InvalidRequestError(
+        f"chat({messages!r}): give a list of messages, or a list of such lists; a message is {{'role': 'user', "
+        "'content': ...}"
+    )
+
+
 def render_chat(
     template: str,
     messages: Sequence[Mapping[str, Any]],

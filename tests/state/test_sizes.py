@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from purestep.pure.errors import InvalidParameterError
+from purestep.pure.errors import InvalidParameterError, InvalidRequestError
 from purestep.pure.records.dispatch import CUDAGraphMode
+from purestep.pure.records.layout import SamplerShape
 from purestep.pure.records.params import Params
 from purestep.pure.records.sampling_params import SamplingParams
 from purestep.state.engine import Engine
@@ -37,11 +38,34 @@ def test_a_mode_may_be_said_by_its_name(mode: CUDAGraphMode) -> None:
         ({"capture_sizes": 8}, "capture_sizes=8: give a tuple"),
         ({"capture_sizes": (1, "2")}, "capture_sizes=.*: give a tuple"),
         ({"capture_sizes": (0, 2)}, "capture_sizes=.*: give a tuple"),
+        ({"capture_samplers": SamplerShape()}, "capture_samplers=.*: give a tuple of SamplerShape"),
+        ({"capture_samplers": ("greedy",)}, "capture_samplers=.*: give a tuple of SamplerShape"),
+        ({"block_size": None}, "block_size=None: it must be a whole number"),
+        ({"max_num_reqs": None}, "max_num_reqs=None: it must be a whole number"),
+        ({"enable_prefix_caching": "no"}, "enable_prefix_caching='no': it must be True or False"),
+        ({"capture_halves": 1}, "capture_halves=1: it must be True or False"),
+        ({"calculate_kv_scales": None}, "calculate_kv_scales=None: it must be True or False"),
+        ({"capture_progress": torch.ones(2)}, "capture_progress=tensor.*: it must be True or False"),
     ],
 )
 def test_what_is_of_the_wrong_kind_is_refused_by_name(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidParameterError, match=message):
         Sizes(**wrong)
+
+
+@pytest.mark.parametrize("pair", [(4, 2), (PARAMS, MODEL), (MODEL,), (MODEL, PARAMS.tree)])
+def test_a_pair_in_memory_is_a_model_and_its_parameters(pair: Any) -> None:
+    with pytest.raises(InvalidParameterError, match=r"model=\(.*\): .* given as \(Model, Params\)"):
+        Engine(pair, **SMALL)
+
+
+@pytest.mark.parametrize("messages", [None, 3, "hello", ["hello"], [3], {"role": "user"}])
+def test_what_is_no_conversation_is_refused(messages: Any) -> None:
+    with (
+        Engine((MODEL, PARAMS), **SMALL) as engine,
+        pytest.raises(InvalidRequestError, match=r"chat\(.*: give a list of messages"),
+    ):
+        engine.chat(messages)
 
 
 @pytest.mark.parametrize("mode", ["FULL", CUDAGraphMode.FULL_DECODE_ONLY])

@@ -7,7 +7,6 @@ from typing import Any
 
 from purestep.pure.errors import InvalidRequestError, ModelLoadError
 
-
 Conversation = Sequence[Mapping[str, Any]]
 
 

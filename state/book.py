@@ -302,7 +302,7 @@ def _scored(book: Book, readers: Readers, scores: Mapping[int, PromptScores]) ->
 def abort(book: Book, req_ids: Sequence[str]) -> tuple[Book, list[str], list[RequestOutput]]:
     """Without these submissions; the samples of theirs that have not ended, and what each of them has so far.
 
-    Nobody is told of them any more. Ids that are not in use are ignored.
+    Nobody is told of them any more. First come those that have ended untold; other ids that are not in use are ignored.
     """
     found = [number for req_id in req_ids if (number := book.numbers.get(req_id)) is not None]
     transcripts, samples = dict[int, Transcript](), list[Sample]()
@@ -312,9 +312,9 @@ def abort(book: Book, req_ids: Sequence[str]) -> tuple[Book, list[str], list[Req
             transcripts[i] = finish(transcript, book.tokens_of(sample), "abort", None)
             samples.append(sample)
     book, wanted = _ended(book, transcripts, samples), set(req_ids)
-    outputs = [book.output(number) for number in found]
-    old = [number for number in book.news if known(book.submissions, number).req_id in wanted]
-    return _forget(book, {*found, *old}), [sample.sample_id for sample in samples], outputs
+    untold = [n for n in book.news if n not in found and known(book.submissions, n).req_id in wanted]
+    outputs = [book.output(number) for number in (*untold, *found)]
+    return _forget(book, {*untold, *found}), [sample.sample_id for sample in samples], outputs
 
 
 def tell(

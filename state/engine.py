@@ -167,7 +167,7 @@ class Engine:
             raise
 
     def abort(self, req_ids: str | Iterable[str]) -> list[RequestOutput]:
-        """Stop requests; what they have so far, each once. Ids that are not in use are ignored: they may have ended.
+        """Stop requests; what they have so far, each once, and what ended untold. Ids that are not in use are ignored.
 
         Raises:
             InvalidRequestError: what is no id.

@@ -245,6 +245,20 @@ def test_abort_gives_what_there_is_and_frees_the_blocks() -> None:
         assert own.step() == []
 
 
+def test_a_result_that_nobody_was_told_of_is_not_lost() -> None:
+    """A call of `generate` tells its own results alone; what has ended beside it may be aborted before `step` tells it."""
+    with engine() as own:
+        own.add_request("r", PROMPTS[0], GREEDY)
+        own.generate(PROMPTS[1], replace(GREEDY, max_tokens=12), progress=False)
+        own.add_request("r", PROMPTS[2], GREEDY)  # the id is free again
+
+        ended, running = own.abort("r")
+
+        assert (ended.finish_reason, ended.token_ids) == ("length", tokens(PROMPTS[0])[0])
+        assert (running.finish_reason, running.token_ids) == ("abort", ())
+        assert own.abort("r") == [] and own.step() == []
+
+
 def test_an_id_that_is_named_twice_is_aborted_once() -> None:
     with engine() as own:
         own.add_request("r", PROMPTS[0], GREEDY)

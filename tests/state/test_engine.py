@@ -246,7 +246,7 @@ def test_abort_gives_what_there_is_and_frees_the_blocks() -> None:
 
 
 def test_a_result_that_nobody_was_told_of_is_not_lost() -> None:
-    """A call of `generate` tells its own results alone; what has ended beside it may be aborted before `step` tells it."""
+    """`generate` tells its own results alone: what has ended beside it may be aborted before `step` tells it."""
     with engine() as own:
         own.add_request("r", PROMPTS[0], GREEDY)
         own.generate(PROMPTS[1], replace(GREEDY, max_tokens=12), progress=False)

@@ -1,5 +1,6 @@
 """Options, fixtures and switches of the whole test suite."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,10 +43,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+def pytest_collection_finish() -> None:
+    """What is there by now stays, so nobody need look for garbage in it: that takes half a second per capture."""
+    gc.freeze()
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
     """What test modules want to say last goes below pytest's own last line."""
     yield
+    gc.unfreeze()
     for line in session.config.stash.get(LAST_LINES, []):
         session.config.get_terminal_writer().line(line)
 

@@ -53,6 +53,7 @@ def test_equals_a_loop_over_tokens(case: Case) -> None:
     assert (out - loop(case)).abs().max() < 1e-12
 
 
+@examples(0.3)
 @given(case=cases())
 def test_writes_its_slots_and_nothing_else(case: Case) -> None:
     """Keys and values lie at their slots, and every block that no slot names, the null block apart, keeps its bits."""
@@ -65,6 +66,7 @@ def test_writes_its_slots_and_nothing_else(case: Case) -> None:
     assert torch.equal(kv[1:], expected[1:])
 
 
+@examples(0.3)
 @given(case=cases(), extra=st.integers(0, 9))
 def test_bounds_never_change_results(case: Case, extra: int) -> None:
     """Larger static bounds, as after rounding up to a bucket, are only more padding."""
@@ -72,6 +74,7 @@ def test_bounds_never_change_results(case: Case, extra: int) -> None:
     assert (case.run(**bounds)[0] - case.run()[0]).abs().max() < 1e-12
 
 
+@examples(0.3)
 @given(case=cases(), garbage=st.sampled_from([math.nan, math.inf, 1e300]))
 def test_unused_memory_is_never_seen(case: Case, garbage: float) -> None:
     """Whatever lies in the null block, in slots past a length, in stale table entries and in padding tokens changes
@@ -123,6 +126,7 @@ def test_gradients_are_those_of_finite_differences(case: Case) -> None:
     )
 
 
+@examples(0.3)
 @given(case=cases(), data=st.data())
 def test_order_of_requests_does_not_matter(case: Case, data: st.DataObject) -> None:
     """Requests in another order give the same outputs in that order."""
@@ -139,6 +143,7 @@ def test_order_of_requests_does_not_matter(case: Case, data: st.DataObject) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@examples(0.3)
 @given(case=cases())
 def test_narrow_types_are_computed_wide(dtype: torch.dtype, case: Case) -> None:
     """The result is the float64 result of the same narrow inputs, rounded once (up to float32's own error)."""

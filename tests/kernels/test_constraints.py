@@ -9,6 +9,7 @@ from torch import Tensor
 
 from purestep.kernels.reference.constraints import add_bias, allow_only, ban_bad_words, ban_tokens
 from tests.laws import equal
+from tests.profiles import examples
 
 REQS, VOCAB = 4, 6
 INF = math.inf
@@ -35,6 +36,7 @@ def banned(logits: Tensor, places: set[tuple[int, int]]) -> Tensor:
     return torch.tensor(rows)
 
 
+@examples(0.3)
 @given(LOGITS, FLAGS, ENTRIES)
 def test_only_listed_ids_are_left(
     logits: Tensor, restricted: list[bool], entries: list[tuple[int, int]]
@@ -46,6 +48,7 @@ def test_only_listed_ids_are_left(
     assert equal(ours, banned(logits, forbidden))
 
 
+@examples(0.3)
 @given(LOGITS, ENTRIES, st.data())
 def test_biases_add_up(logits: Tensor, entries: list[tuple[int, int]], data: st.DataObject) -> None:
     """Each entry adds its value, repeated ones too; places without one keep every bit, NaN included."""
@@ -69,6 +72,7 @@ def test_ignored_bias_keeps_the_sign_of_zero() -> None:
     assert equal(ours, logits)
 
 
+@examples(0.3)
 @given(
     LOGITS,
     st.lists(st.lists(st.integers(-1, VOCAB), min_size=3, max_size=3), min_size=REQS, max_size=REQS),
@@ -85,6 +89,7 @@ TOKEN = st.integers(0, 1)  # few ids and short lists, so that words do occur, ac
 SEQUENCE = st.lists(TOKEN, max_size=3)
 
 
+@examples(0.3)
 @given(
     LOGITS,
     st.lists(st.tuples(SEQUENCE, SEQUENCE), min_size=REQS, max_size=REQS),

@@ -8,6 +8,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from purestep.kernels.reference import dense
 from tests.laws import assert_pure
+from tests.profiles import examples
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -43,6 +44,7 @@ def test_add_rms_norm_is_an_addition_and_a_norm(seed: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, *DTYPES])
+@examples(0.3)
 @given(seed=st.integers(0, 2**32))
 def test_rotation_is_transformers_to_the_bit(dtype: torch.dtype, seed: int) -> None:
     """Halves of a head turn against each other; cos and sin are given once for both halves."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from purestep.kernels.reference import reference
 from purestep.kernels.reference.ends import ACTIVE, COMPUTED, HAS_NAN, KNOWN, LIMIT, OUTPUTS, STEP
 from tests.laws import assert_pure, equal
+from tests.profiles import examples
 from tests.schedules import seeds
 
 LONGEST, BLOCK, NUM_ROWS = 24, 4, 5
@@ -143,6 +144,7 @@ def test_advance_by_several_tokens(rng: Random) -> None:
     assert torch.equal(taped[:-1], tapes[:-1]) and (taped >= 0).all()
 
 
+@examples(0.3)
 @given(seeds)
 def test_one_token_each_is_advance(rng: Random) -> None:
     """What is defined twice is the same."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from purestep.kernels.reference.grammar import apply_grammar_bitmask
 from tests.laws import equal
+from tests.profiles import examples
 
 INF = math.inf
 LOGIT = st.sampled_from([-INF, -2.5, -0.0, 0.0, 1.0, INF, math.nan])
@@ -37,6 +38,7 @@ def cases(draw: st.DrawFn) -> tuple[Tensor, list[list[bool]], list[int]]:
     return torch.tensor(logits), masks, mask_of_row
 
 
+@examples(0.3)
 @given(cases())
 def test_a_token_stays_where_its_rows_mask_has_its_bit(
     case: tuple[Tensor, list[list[bool]], list[int]],

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from purestep.kernels.reference.ngram import propose_ngram
+from tests.profiles import examples
 
 HISTORY = st.lists(st.integers(0, 2), max_size=14) | st.lists(st.integers(0, 1), max_size=9)
 
@@ -19,6 +20,7 @@ def by_search(history: list[int], room: int, min_n: int, max_n: int, num_drafts:
     return []
 
 
+@examples(0.3)
 @given(
     st.lists(st.tuples(HISTORY, st.integers(-2, 6)), min_size=1, max_size=4),
     st.integers(1, 3),

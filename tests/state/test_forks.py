@@ -23,7 +23,7 @@ from tests.state.test_engine_moment import PROMPTS, words
 SAMPLED = SamplingParams(seed=3, max_tokens=12, logprobs=1)
 
 
-@examples(0.3)
+@examples(0.2)
 @given(
     st.randoms(use_true_random=False),
     st.sampled_from([0, 1, 2]),

@@ -88,7 +88,7 @@ def alone(prompt: Tokens, num_tokens: int = 6) -> Tokens:
     return tuple(loop.tokens("r")[len(prompt) :])
 
 
-@examples(0.4)
+@examples(0.2)
 @given(
     st.lists(PROMPT, min_size=1, max_size=4),
     st.integers(3, 20),

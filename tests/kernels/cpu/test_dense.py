@@ -11,6 +11,7 @@ from torch import Tensor
 from purestep.kernels.cpu import dense
 from purestep.kernels.reference import reference
 from tests.laws import assert_pure, equal
+from tests.profiles import examples
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 SEEDS = st.integers(0, 2**32)
@@ -63,6 +64,7 @@ def test_silu_and_mul(dtype: torch.dtype, seed: int, rows: int) -> None:
 
 @pytest.mark.parametrize("num_threads", [1, 2, 64])
 @pytest.mark.parametrize("dtype", DTYPES)
+@examples(0.3)
 @given(
     seed=SEEDS,
     rows=st.sampled_from([0, 1, 2, 40]),

@@ -9,6 +9,7 @@ from purestep.kernels.cpu import writes
 from purestep.kernels.reference import reference
 from purestep.kernels.reference.scales import FP8
 from tests.laws import equal
+from tests.profiles import examples
 
 BLOCKS = 6
 
@@ -65,6 +66,7 @@ def test_blocks_of_eight_bits_are_copied_and_zeroed(data: st.DataObject) -> None
     assert equal(kv, want)
 
 
+@examples(0.3)
 @given(order=st.permutations([1, 2, 3]), blocks=st.permutations(range(1, BLOCKS)))
 def test_blocks_are_copied_and_zeroed_in_any_memory_order(order: list[int], blocks: list[int]) -> None:
     """The same entries as in the usual order, in the storage that was given."""

@@ -182,6 +182,7 @@ def _prompt(
 
 
 @lru_cache(maxsize=KEPT_MASKS)
+@torch.inference_mode(False)  # what is kept may be of use to who differentiates
 def _hidden(first: int, start: int, end: int, window: int | None, dtype: torch.dtype) -> Tensor:
     """[queries, keys]: what a query at position first to end does not see of keys at start to end is -inf, else 0."""
     query, position = torch.arange(first, end)[:, None], torch.arange(start, end)

@@ -25,9 +25,7 @@ class Decodes:
     """
 
     tokens: Tensor  # int64 [reqs], where their queries are
-    heads: (
-        Tensor  # int64 [2 * reqs * kv_heads * positions] in the cache as [.., dim]: all keys, then all values
-    )
+    heads: Tensor  # int64 [2 * reqs * kv_heads * positions], in a cache of [heads, dim]: keys, then values
     hidden: Tensor | None  # [reqs * kv_heads, 1, positions]: 0, or -inf where it is not seen; None: all 0
 
 
@@ -48,6 +46,7 @@ def decodes(
 
 
 @lru_cache(maxsize=KEPT)
+@torch.inference_mode(False)  # what is kept may be of use to who differentiates
 def kept(
     starts: tuple[int, ...],
     lens: tuple[int, ...],

@@ -1,5 +1,6 @@
 """What decodes of one step have in common is kept for its layers, and never for another step."""
 
+import torch
 from hypothesis import given
 
 from purestep.kernels.cpu import decodes
@@ -31,3 +32,19 @@ def test_what_is_kept_gives_the_same_bits(case: Case) -> None:
     )
     assert equal(first, again)
     assert decodes.kept.cache_info().hits == 1
+
+
+@given(case=cases())
+def test_what_is_kept_without_gradients_serves_those_who_want_them(case: Case) -> None:
+    """The same batch in inference mode first; then the gradient by the queries is the reference's."""
+    tensors, soft = case.tensors, {"soft_cap": None}
+    decodes.kept.cache_clear()
+    gradients = []
+    for kernels in (donating, reference):
+        with torch.inference_mode():
+            kernels.attend(**(tensors | {"kv": tensors["kv"].clone()}), **(case.static | soft))
+        q = tensors["q"].clone().requires_grad_()
+        given_ = tensors | {"q": q, "kv": tensors["kv"].clone()}
+        out, _ = kernels.attend(**given_, **(case.static | soft))
+        gradients.append(torch.autograd.grad(out.square().sum(), q)[0] if out.requires_grad else 0 * q)
+    assert (gradients[0] - gradients[1]).abs().max() < 1e-9

@@ -23,7 +23,7 @@ from purestep.pure.records.drafter import HostDrafter
 from purestep.pure.records.params import Params
 from purestep.pure.records.sampling_params import SamplingParams
 from purestep.pure.scheduler import make_queue, num_free
-from purestep.state.book import Book, add, fork, unused_stream
+from purestep.state.book import Book, add, fork, known, unused_stream
 from purestep.state.calls import Call, submitted
 from purestep.state.engine_moment import EngineMoment
 from purestep.state.grammars import Grammars
@@ -391,9 +391,10 @@ class Engine:
         return submitted(self._turns, names, all_prompts, params, add, raises=on_error == "raise")
 
     def _call_names(self, count: int) -> tuple[str, ...]:
-        """Ids for the prompts of a call that nobody uses."""
+        """Ids for the prompts of a call that nobody uses, and whose results nobody has still to be told."""
+        untold = {known(self._book.submissions, number).req_id for number in self._book.over}
         while True:
             names = tuple([f"call{self._num_calls}-{i}" for i in range(count)])
             self._num_calls += 1
-            if not any(name in self._book.numbers for name in names):
+            if not any(name in self._book.numbers or name in untold for name in names):
                 return names

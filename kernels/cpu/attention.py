@@ -20,7 +20,10 @@ from purestep.kernels.reference import compositions
 from purestep.kernels.reference.scales import check_scales
 from purestep.kernels.types import Kernels
 
-KEPT_MASKS = 4  # of tiles of prompts, for the next layers
+KEPT_MASKS, KEPT_KEYS = (
+    4,
+    1024,
+)  # for the next layers: of prompts of few tiles, since longer ones need more and larger
 QUERY_TILE = 256  # queries that see the same keys: what some of them must not see is computed all the same
 KEYS_THEN_VALUES = torch.tensor([[0], [1]], dtype=torch.int32)  # the two planes of a block
 
@@ -53,7 +56,7 @@ def attend_qkv(
         )
     else:
         num_kv_heads, dim = kv.shape[3:]
-        heads = qkv.view(qkv.shape[0], -1, dim)
+        heads = qkv.view(qkv.shape[0], qkv.shape[1] // dim, dim)
         num_turned = heads.shape[1] - num_kv_heads
         qk = turned(heads.narrow(1, 0, num_turned), cos[:, None, None], sin[:, None])
         q, k = qk.split_with_sizes([num_turned - num_kv_heads, num_kv_heads], 1)
@@ -133,7 +136,8 @@ def _decode(q: Tensor, kv: Tensor, group: Decodes, form: ScoreForm) -> Tensor:
     keys, values = gathered.view(2, num_rows, -1, dim).unbind()
     grouped = q.reshape(num_rows, -1, dim)
     if form.soft_cap is not None or q.dtype.itemsize < 4 or kv.dtype != q.dtype:
-        return _weigh(grouped[None], keys[None], values[None], group.hidden, form).reshape(q.shape)
+        hidden = None if group.hidden is None else group.hidden[None]  # of three dimensions it would be slow
+        return _weigh(grouped[None], keys[None], values[None], hidden, form).reshape(q.shape)
     # Flash attention has nothing to save with so few queries.
     if group.hidden is None:
         scores = torch.bmm(grouped, keys.transpose(1, 2)).mul_(form.scale)
@@ -176,7 +180,8 @@ def _prompt(
             keys, values = _gather(kv, table[None], start, end)[0]
         hidden = None
         if first or form.soft_cap is not None or (window is not None and window < end):
-            hidden = _hidden(first, start, end, window, q.dtype)
+            mask = _hidden if end - start <= KEPT_KEYS else _hidden.__wrapped__
+            hidden = mask(first, start, end, window, q.dtype)
         out[begin : begin + QUERY_TILE] = _one_request(tile, keys, values, hidden, form)
     return out
 

@@ -1,10 +1,11 @@
 """Which decoding requests attend together, and where in the cache their keys and values lie.
 
-That is the same for all layers of a step, and takes as long to find out as to attend. So it is kept, by the values
-that it follows from: there is nothing that could go stale.
+That is the same for all layers of a step, and takes as long to find out as to attend. So it is kept until another step
+comes, by the values that it follows from: there is nothing that could go stale.
 """
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from purestep.kernels.record import record
 
 SHORT = 512  # keys up to which a request may be computed as if it were longer, without a loss worth a call
 GATHERED_BYTES = 8 * 2**20  # of keys and values that decodes gather at once, to read them again while cached
-KEPT = 4  # results: one for each KV group and window of a model
+KEPT = 8  # results of a step: one for each KV group and window of a model
 
 
 @record
@@ -40,14 +41,26 @@ def decodes(
     """The decodes of a step: requests with one query and a length above 0. `hidden` is of dtype."""
     starts, lens = tuple(query_start_loc), tuple(seq_lens)
     _, _, block_size, num_kv_heads, dim = kv.shape
-    table = block_table[:, : -(-max(lens, default=0) // block_size)].to(torch.int32).numpy().tobytes()
+    table = (
+        block_table[: len(lens), : -(-max(lens, default=0) // block_size)].to(torch.int32).numpy().tobytes()
+    )
     head_bytes = 2 * dim * kv.element_size()
-    return kept(starts, lens, table, block_size, num_kv_heads, head_bytes, sliding_window, dtype)
+    found, key = of_step(starts, lens), (table, block_size, num_kv_heads, head_bytes, sliding_window, dtype)
+    if key not in found:
+        if len(found) == KEPT:
+            found.clear()
+        found[key] = _decodes(starts, lens, *key)
+    return found[key]
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=1)
+def of_step(starts: tuple[int, ...], lens: tuple[int, ...]) -> dict[tuple[Any, ...], tuple[Decodes, ...]]:
+    """What is kept of the step with these lengths, the last one."""
+    return {}
+
+
 @torch.inference_mode(False)  # what is kept may be of use to who differentiates
-def kept(
+def _decodes(
     starts: tuple[int, ...],
     lens: tuple[int, ...],
     table: bytes,

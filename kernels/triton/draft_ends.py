@@ -231,7 +231,8 @@ def put_drafts(
     longest: int,
 ) -> tuple[Tensor, Tensor]:
     """The drafts of a step's requests, put into their rows and told of. One launch."""
-    check_rows("put_drafts", drafts=drafts, sampled=sampled, proposed=proposed)
+    check_rows("put_drafts", drafts=drafts)
+    sampled, proposed = sampled.contiguous(), proposed.contiguous()  # a drafter may propose what it likes
     num_reqs, num_drafts = proposed.shape
     told = torch.empty(num_reqs, num_drafts, dtype=torch.int32, device=drafts.device)
     if num_reqs:

@@ -16,10 +16,10 @@ def conversations_of(messages: Conversation | Sequence[Conversation]) -> list[Co
     Raises:
         InvalidRequestError: what is neither.
     """
-    if isinstance(messages, Sequence) and not isinstance(messages, str):
+    if isinstance(messages, list | tuple):
         many = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
-        if all(isinstance(one, Sequence) and not isinstance(one, str) for one in many):
-            return many  # type: ignore[return-value]
+        if all(isinstance(one, list | tuple) and all(isinstance(m, Mapping) for m in one) for one in many):
+            return many
     raise InvalidRequestError(
         f"chat({messages!r}): give a list of messages, or a list of such lists; a message is {{'role': 'user', "
         "'content': ...}"

@@ -259,6 +259,15 @@ def test_a_result_that_nobody_was_told_of_is_not_lost() -> None:
         assert own.abort("r") == [] and own.step() == []
 
 
+def test_a_call_takes_no_id_whose_result_nobody_was_told_of() -> None:
+    with engine() as own:
+        own.add_request("call1-0", PROMPTS[0], GREEDY)
+        own.generate(PROMPTS[1], replace(GREEDY, max_tokens=12), progress=False)
+        own.generate(PROMPTS[2], GREEDY, progress=False)
+        (result,) = own.step()
+    assert (result.req_id, result.token_ids) == ("call1-0", tokens(PROMPTS[0])[0])
+
+
 def test_an_id_that_is_named_twice_is_aborted_once() -> None:
     with engine() as own:
         own.add_request("r", PROMPTS[0], GREEDY)

@@ -59,7 +59,21 @@ def test_a_pair_in_memory_is_a_model_and_its_parameters(pair: Any) -> None:
         Engine(pair, **SMALL)
 
 
-@pytest.mark.parametrize("messages", [None, 3, "hello", ["hello"], [3], {"role": "user"}])
+@pytest.mark.parametrize(
+    "messages",
+    [
+        None,
+        3,
+        "hello",
+        b"",
+        ["hello"],
+        [3],
+        {"role": "user"},
+        [["hello"]],
+        [[None]],
+        [{"role": "user"}, "hello"],
+    ],
+)
 def test_what_is_no_conversation_is_refused(messages: Any) -> None:
     with (
         Engine((MODEL, PARAMS), **SMALL) as engine,

@@ -41,13 +41,13 @@ def cuts(draw: st.DrawFn) -> Any:
 
     @contextmanager
     def cut() -> Iterator[None]:
-        decodes.kept.cache_clear()
+        decodes.of_step.cache_clear()
         with (
             mock.patch.multiple(decodes, SHORT=short, GATHERED_BYTES=gathered_bytes),
             mock.patch.object(attention, "QUERY_TILE", query_tile),
         ):
             yield
-        decodes.kept.cache_clear()
+        decodes.of_step.cache_clear()
 
     return cut
 
@@ -266,3 +266,26 @@ def test_heads_of_one_projection_are_turned_and_attend(case: Case, is_normed: bo
     got, own = donating.attend_qkv(donating, qkv, kv, *batch, **case.static, **how)
     assert own is kv and (kv[1:] - written[1:]).abs().max() < 1e-12
     assert (got - want).abs().max() < 1e-12
+
+
+def test_no_tokens() -> None:
+    kv, none = torch.zeros(3, 2, 4, 1, 4), torch.zeros(0, dtype=torch.int32)
+    batch = (torch.zeros(1, dtype=torch.int32), none, none.view(0, 1), none.long())
+    angles = {"cos": torch.zeros(0, 2), "sin": torch.zeros(0, 2)}
+    out, _ = donating.attend_qkv(
+        donating, torch.zeros(0, 16), kv, *batch, **angles, max_query_len=1, max_seq_len=1, scale=1.0
+    )
+    assert out.shape == (0, 2, 4)
+
+
+def test_masks_of_long_prompts_are_not_kept() -> None:
+    """They are many and large, and each is wanted once in a layer."""
+    length = 3 * attention.KEPT_KEYS // 2
+    kv = torch.zeros(length // 16 + 1, 2, 16, 1, 4)
+    q, table = torch.zeros(length, 1, 4), torch.arange(1, length // 16 + 1, dtype=torch.int32)[None]
+    attention._hidden.cache_clear()
+    attention.attend(
+        q, q, q, kv, torch.tensor([0, length]), torch.tensor([length]), table, torch.arange(16, 16 + length),
+        max_query_len=length, max_seq_len=length, scale=1.0,
+    )  # fmt: skip
+    assert attention._hidden.cache_info().misses == attention.KEPT_KEYS // attention.QUERY_TILE - 1

@@ -92,7 +92,7 @@ def test_put_drafts(num_reqs: int, padding: int, num_drafts: int, wide: bool, se
     sampled = integers(generator, count, 3, low=-1, high=3)
     proposed = integers(generator, count, num_drafts, low=-2, high=500).clamp(min=-1)
     drafts = integers(generator, ROWS, num_drafts + 1, low=-1, high=500)[:, :num_drafts]
-    given_ = (rows, lengths, sampled, proposed.long() if wide else proposed)
+    given_ = (rows, lengths, sampled, proposed.T.contiguous().T.long() if wide else proposed)
     longest = 20 if seed % 2 else LONGEST
     expected = reference.put_drafts(reference, ledger, drafts, *given_, longest=longest)
     own = drafts.clone()

@@ -18,6 +18,7 @@ import pytest
 
 import purestep.pure
 from tests import checks
+from tests.profiles import IN_CI
 from tests.syntax import FOLDERS, ROOT, sources
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -167,5 +168,8 @@ def test_the_installed_version_is_the_projects() -> None:
     try:
         installed = importlib.metadata.version("purestep")
     except importlib.metadata.PackageNotFoundError:
-        pytest.skip("purestep is not installed here: its tests run from the source tree")
+        message = "purestep is not installed here: its tests run from the source tree"
+        if IN_CI:
+            pytest.fail(message + " (CI=true, so its absence fails)", pytrace=False)
+        pytest.skip(message)
     assert installed == PROJECT["version"]

@@ -20,10 +20,8 @@ from purestep.kernels.reference import compositions
 from purestep.kernels.reference.scales import check_scales
 from purestep.kernels.types import Kernels
 
-KEPT_MASKS, KEPT_KEYS = (
-    4,
-    1024,
-)  # for the next layers: of prompts of few tiles, since longer ones need more and larger
+KEPT_MASKS = 4  # of tiles of prompts, for the next layers
+KEPT_KEYS = 1024  # in those: longer prompts need more masks than that, and larger ones
 QUERY_TILE = 256  # queries that see the same keys: what some of them must not see is computed all the same
 KEYS_THEN_VALUES = torch.tensor([[0], [1]], dtype=torch.int32)  # the two planes of a block
 

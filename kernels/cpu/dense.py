@@ -49,14 +49,13 @@ def _is_packable(weight: Tensor) -> bool:
 
 
 def _parts(weight: Tensor) -> Tensor | None:
-    """The transpose with a part for each thread, where it is faster: for small float32 weights that are not wide."""
-    num_out, num_in = weight.shape
-    num_parts = torch.get_num_threads()
+    """The transpose with a part for each thread, where it is faster: for small float32 weights and few threads."""
+    num_in, num_parts = weight.shape[1], torch.get_num_threads()
     is_faster = weight.nbytes <= SMALL_BYTES and num_parts <= FEW_THREADS
     has_mkl = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
     if not (is_faster and has_mkl and weight.dtype == torch.float32 and num_in % num_parts == 0):
         return None
-    return weight.T.contiguous().view(num_parts, num_in // num_parts, num_out)
+    return weight.T.contiguous().view(num_parts, num_in // num_parts, -1)
 
 
 def embed(weight: Tensor | PackedWeight, ids: Tensor) -> Tensor:

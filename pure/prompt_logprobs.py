@@ -20,7 +20,7 @@ from purestep.pure.records.outputs import LogprobsTensors
 from purestep.pure.rows import occupied
 
 ABSENT_ID, ABSENT_RANK = -1, 0
-MAX_SCORED_ROWS = 256  # rows of logits that are there at once: those of a whole prompt may not fit the device
+MAX_SCORED_ROWS = 512  # rows of logits that are there at once: those of a whole prompt may not fit the device
 
 
 @record(static=True)
@@ -106,8 +106,7 @@ def score_prompt(
     logits: Tensor, targets: Int[Tensor, " rows"], *, num_logprobs: int, kernels: Kernels
 ) -> LogprobsTensors:
     """Raw log-probabilities of `targets` and of the likeliest tokens, from the logits [rows, vocab] before them."""
-    ids, values, ranks = kernels.gather_logprobs(logits, targets, num_logprobs)
-    return LogprobsTensors(ids, values - kernels.logsumexp(logits)[:, None], ranks)
+    return LogprobsTensors(*kernels.score(logits, targets, num_logprobs))
 
 
 def prompt_table(scores: Sequence[PromptScores], *, num_rows: int, num_logprobs: int) -> LogprobsTensors:

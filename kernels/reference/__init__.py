@@ -18,7 +18,7 @@ from purestep.kernels.reference.draw import draw, greedy, scale_by_temperature, 
 from purestep.kernels.reference.ends import advance, lay_out
 from purestep.kernels.reference.grammar import apply_grammar_bitmask
 from purestep.kernels.reference.layout import ragged_index, take_rows
-from purestep.kernels.reference.logprobs import gather_ids, gather_logprobs, logsumexp
+from purestep.kernels.reference.logprobs import gather_ids, gather_logprobs, score
 from purestep.kernels.reference.ngram import propose_ngram
 from purestep.kernels.reference.penalties import penalize
 from purestep.kernels.reference.philox import uniforms
@@ -73,8 +73,8 @@ reference = Kernels(
     exponentials=exponentials,
     choose=choose,
     judge=judge,
-    logsumexp=logsumexp,
     gather_logprobs=gather_logprobs,
+    score=score,
     gather_ids=gather_ids,
     verify_greedy=verify_greedy,
     count_accepted=count_accepted,

@@ -22,12 +22,13 @@ def gather_logprobs(logprobs: Tensor, ids: Tensor, num_logprobs: int) -> tuple[T
     return ids.to(torch.int32), values, ranks
 
 
-def logsumexp(logits: Tensor) -> Tensor:
-    """What the logits [reqs, vocab] of each row have to be lowered by to be log-probabilities: [reqs].
+def score(logits: Tensor, ids: Tensor, num_logprobs: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`gather_logprobs` of logits [reqs, vocab], whose values come back as log-probabilities.
 
-    -inf for a row of nothing else, +inf where the largest is, NaN where one is.
+    They are lowered by the row's logsumexp: so values are inf or NaN in a row of -inf alone, one with +inf or with NaN.
     """
-    return logits.logsumexp(-1)
+    tokens, values, ranks = gather_logprobs(logits, ids, num_logprobs)
+    return tokens, values - logits.logsumexp(-1)[:, None], ranks
 
 
 def gather_ids(logprobs: Tensor, ids: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ def cuda_donating() -> Kernels:
     from purestep.kernels.triton.grammar import apply_grammar_bitmask
     from purestep.kernels.triton.layout import ragged_index, take_rows
     from purestep.kernels.triton.linear import linear, logits, norm_gate_up, norm_linear
-    from purestep.kernels.triton.logprobs import gather_logprobs, logsumexp
+    from purestep.kernels.triton.logprobs import gather_logprobs, score
     from purestep.kernels.triton.penalties import penalize
     from purestep.kernels.triton.philox import uniforms
     from purestep.kernels.triton.rope import angles
@@ -69,8 +69,8 @@ def cuda_donating() -> Kernels:
         draw=draw,
         choose=choose,
         judge=judge,
-        logsumexp=logsumexp,
         gather_logprobs=gather_logprobs,
+        score=score,
         **_speculation(),
     )
 

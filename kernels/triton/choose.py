@@ -76,7 +76,7 @@ def choose_by(
     out = torch.empty(2, reqs, dtype=torch.int64, device=logits.device)
     if out.numel() == 0:
         return out[0], out[1]
-    peaks, _ = survey(logits, sub_block)
+    peaks, *_ = survey(logits, sub_block)
     subs, chunks = next_power_of_2(peaks.shape[1]), cdiv(vocab, CHUNK)
     size = subs + capacity if truncated else 0
     scratch = torch.empty(reqs, size + FACTS.value + 2 * chunks, dtype=torch.int32, device=logits.device)

@@ -5,11 +5,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from purestep.kernels.reference.logprobs import gather_logprobs as gather_by_sorting
+from purestep.kernels.reference import logprobs as by_sorting
 from purestep.kernels.triton.select import (
     INFINITY_KEY,
     candidates,
     entries,
+    finite,
     nth_largest,
     smallest_reaching,
     survey,
@@ -19,18 +20,7 @@ from purestep.kernels.triton.shared import SMALLEST_KEY, check_floats, check_row
 
 SUB_BLOCK = 128
 CAPACITY = 2048  # candidates of a row; with more, the largest are looked for in the whole row
-CHUNK = 4096  # of a row, at a time
 MOST = 1024  # that are sorted in registers; more are left to torch's sort of whole rows
-
-
-def logsumexp(logits: Tensor) -> Tensor:
-    """Of each row of logits [reqs, vocab], which is read once: float32 [reqs]."""
-    check_floats("logsumexp", logits)
-    check_rows("logsumexp", logits=logits)
-    out = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    if len(logits):
-        _logsumexp[(len(logits),)](logits, out, logits.stride(0), logits.shape[1], CHUNK=CHUNK, num_warps=8)
-    return out
 
 
 def gather_logprobs(logprobs: Tensor, ids: Tensor, num_logprobs: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -39,21 +29,29 @@ def gather_logprobs(logprobs: Tensor, ids: Tensor, num_logprobs: int) -> tuple[T
     More than 1,024 are read by the reference.
     """
     if num_logprobs > MOST:
-        return gather_by_sorting(logprobs, ids, num_logprobs)
+        return by_sorting.gather_logprobs(logprobs, ids, num_logprobs)
     return gather_by(logprobs, ids, num_logprobs, sub_block=SUB_BLOCK, capacity=CAPACITY)
 
 
+def score(logits: Tensor, ids: Tensor, num_logprobs: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of logits [reqs, vocab], whose values come back as log-probabilities: rows are read once for both."""
+    if num_logprobs > MOST:
+        return by_sorting.score(logits, ids, num_logprobs)
+    return gather_by(logits, ids, num_logprobs, sub_block=SUB_BLOCK, capacity=CAPACITY, lower=True)
+
+
 def gather_by(
-    logprobs: Tensor, ids: Tensor, num_logprobs: int, *, sub_block: int, capacity: int
+    logprobs: Tensor, ids: Tensor, num_logprobs: int, *, sub_block: int, capacity: int, lower: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`gather_logprobs` with another size of sub-blocks and of lists: they change the way, not the result."""
+    """`gather_logprobs`, or `score` if values are to be lowered, with another size of sub-blocks and of lists: they
+    change the way, not the result."""
     check_floats("gather_logprobs", logprobs)
     check_rows("gather_logprobs", logprobs=logprobs)
     (reqs, vocab), n, device = logprobs.shape, num_logprobs, logprobs.device
-    peaks, counts = survey(logprobs, sub_block, than=ids)
+    peaks, counts, totals = survey(logprobs, sub_block, than=ids, sums=lower)
     assert counts is not None
     out_ids = torch.empty(reqs, n + 1, dtype=torch.int32, device=device)
-    out_values = torch.empty(reqs, n + 1, dtype=logprobs.dtype, device=device)
+    out_values = torch.empty(reqs, n + 1, dtype=torch.float32 if lower else logprobs.dtype, device=device)
     ranks = torch.empty(reqs, dtype=torch.int64, device=device)
     if reqs:
         subs, most = next_power_of_2(peaks.shape[1]), max(next_power_of_2(n), 16)
@@ -61,9 +59,9 @@ def gather_by(
         values = torch.empty(reqs, capacity, dtype=torch.float32, device=device)
         winners = torch.empty(reqs, most, dtype=torch.int64, device=device)
         _gather[(reqs,)](
-            logprobs, ids, peaks, counts, scratch, values, winners, out_ids, out_values, ranks, logprobs.stride(0),
-            ids.stride(0), vocab, peaks.shape[1], counts.shape[1], N=n, MOST=most, SUB=sub_block, SUBS=subs,
-            CAPACITY=capacity, CHUNKS=next_power_of_2(counts.shape[1]), num_warps=8,
+            logprobs, ids, peaks, counts, totals, scratch, values, winners, out_ids, out_values, ranks,
+            logprobs.stride(0), ids.stride(0), vocab, peaks.shape[1], counts.shape[1], reqs, N=n, MOST=most,
+            SUB=sub_block, SUBS=subs, CAPACITY=capacity, CHUNKS=next_power_of_2(counts.shape[1]), num_warps=8,
         )  # fmt: skip
     return out_ids, out_values, ranks
 
@@ -90,11 +88,11 @@ def _collect(values, ids, count, highest, winners, N: tl.constexpr, HAS_IDS: tl.
     tl.debug_barrier()
 
 
-@triton.jit(do_not_specialize=["subs"], do_not_specialize_on_alignment=["ids"])
+@triton.jit(do_not_specialize=["subs", "reqs"], do_not_specialize_on_alignment=["ids"])
 def _gather(
-    logprobs, ids, peaks, counts, scratch, values, winners, out_ids, out_values, ranks, step, ids_step, vocab, subs,
-    chunks, N: tl.constexpr, MOST: tl.constexpr, SUB: tl.constexpr, SUBS: tl.constexpr, CAPACITY: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    logprobs, ids, peaks, counts, totals, scratch, values, winners, out_ids, out_values, ranks, step, ids_step, vocab,
+    subs, chunks, reqs, N: tl.constexpr, MOST: tl.constexpr, SUB: tl.constexpr, SUBS: tl.constexpr,
+    CAPACITY: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, CHUNKS)
@@ -105,7 +103,10 @@ def _gather(
     out_values += row * (N + 1)
     own = tl.load(ids + row * ids_step)
     tl.store(out_ids, own.to(tl.int32))
-    tl.store(out_values, tl.load(logprobs + own))
+    lowered = 0.0
+    if totals is not None:
+        lowered = _logsumexp(totals + row * chunks, totals + (reqs + row) * chunks, chunks, CHUNKS)
+    tl.store(out_values, tl.load(logprobs + own) - lowered)
     if N > 0:
         sub = tl.arange(0, SUBS)
         keys = tl.load(peaks + row * subs + sub, mask=sub < subs, other=SMALLEST_KEY)
@@ -129,29 +130,18 @@ def _gather(
         number = tl.load(winners + place, mask=place < N, other=-9223372036854775808)
         token = (tl.sort(number, descending=True) & 0x7FFFFFFF).to(tl.int32) ^ 0x7FFFFFFF
         tl.store(out_ids + 1 + place, token, mask=place < N)
-        tl.store(out_values + 1 + place, tl.load(logprobs + token, mask=place < N, other=0.0), mask=place < N)
+        value = tl.load(logprobs + token, mask=place < N, other=0.0) - lowered
+        tl.store(out_values + 1 + place, value, mask=place < N)
 
 
 @triton.jit
-def _logsumexp(logits, out, step, vocab, CHUNK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, CHUNK)
-    peak = tl.full(
-        [CHUNK], float("-inf"), tl.float32
-    )  # of each place so far; what is summed is relative to it
-    total = tl.zeros([CHUNK], tl.float32)
-    for start in range(0, vocab, CHUNK):
-        token = start + place
-        x = tl.load(logits + row * step + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
-        higher = tl.maximum(peak, x)
-        base = _finite(higher)
-        total = total * tl.exp(peak - base) + tl.exp(x - base)
-        peak = higher
-    base = _finite(tl.max(peak, 0))
-    tl.store(out + row, base + tl.log(tl.sum(total * tl.exp(peak - base), 0)))
-
-
-@triton.jit
-def _finite(x):
-    """0 for infinities, from which no difference can be taken."""
-    return tl.where((x == float("inf")) | (x == float("-inf")), 0.0, x)
+def _logsumexp(peaks, sums, chunks, CHUNKS: tl.constexpr):
+    """Of a row of which each chunk's largest entry is known, and the sum of exp(entry - that)."""
+    chunk = tl.arange(0, CHUNKS)
+    peak = tl.load(peaks + chunk, mask=chunk < chunks, other=float("-inf"))
+    total = tl.load(sums + chunk, mask=chunk < chunks, other=0.0)
+    base = finite(tl.max(peak, 0))
+    above = tl.where(
+        peak == float("-inf"), 0.0, finite(peak) - base
+    )  # a sum of 0 may not be scaled by infinity
+    return base + tl.log(tl.sum(total * tl.exp(above), 0))

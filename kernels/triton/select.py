@@ -26,10 +26,13 @@ ENTRIES = tl.constexpr(1024)  # of a list, looked at together
 PROBES = tl.constexpr(8)  # places that one pass tries
 
 
-def survey(values: Tensor, sub_block: int, than: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+def survey(
+    values: Tensor, sub_block: int, than: Tensor | None = None, *, sums: bool = False
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The largest key of every `sub_block` entries of each row, int32 [rows, sub_blocks]; one pass.
 
     With `than` [rows], ids: also how many entries of a chunk are at least as large as that one, int32 [rows, chunks].
+    With `sums`: also the largest of a chunk and the sum of exp(entry - that), float32 [2, rows, chunks].
     """
     check_floats("survey", values)
     check_rows("survey", values=values)
@@ -37,18 +40,20 @@ def survey(values: Tensor, sub_block: int, than: Tensor | None = None) -> tuple[
     chunks, subs = cdiv(width, CHUNK), cdiv(width, sub_block)
     peaks = torch.empty(rows, subs, dtype=torch.int32, device=values.device)
     counts = None if than is None else torch.empty(rows, chunks, dtype=torch.int32, device=values.device)
+    totals = torch.empty(2, rows, chunks, dtype=torch.float32, device=values.device) if sums else None
     if peaks.numel():
         _survey[(rows, chunks)](
-            values, than, peaks, counts, values.stride(0), 0 if than is None else than.stride(0), width, subs, chunks,
-            SUB=sub_block, SUBS=CHUNK // sub_block,
+            values, than, peaks, counts, totals, values.stride(0), 0 if than is None else than.stride(0), width, subs,
+            chunks, rows, SUB=sub_block, SUBS=CHUNK // sub_block,
         )  # fmt: skip
-    return peaks, counts
+    return peaks, counts, totals
 
 
-@triton.jit(do_not_specialize_on_alignment=["than"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["than"])
 def _survey(
-    values, than, peaks, counts, step, than_step, width, subs, chunks, SUB: tl.constexpr, SUBS: tl.constexpr
-):
+    values, than, peaks, counts, totals, step, than_step, width, subs, chunks, rows, SUB: tl.constexpr,
+    SUBS: tl.constexpr,
+):  # fmt: skip
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     sub = chunk * SUBS + tl.arange(0, SUBS)
     place = sub[:, None] * SUB + tl.arange(0, SUB)[None, :]
@@ -58,6 +63,16 @@ def _survey(
         own = tl.load(values + row * step + tl.load(than + row * than_step)).to(tl.float32)
         reached = ((value >= own) & (place < width)).to(tl.int32)
         tl.store(counts + row * chunks + chunk, tl.sum(tl.sum(reached, 1), 0))
+    if totals is not None:
+        peak = tl.max(tl.max(value, 1), 0)
+        tl.store(totals + row * chunks + chunk, peak)
+        tl.store(totals + (rows + row) * chunks + chunk, tl.sum(tl.sum(tl.exp(value - finite(peak)), 1), 0))
+
+
+@triton.jit
+def finite(x):
+    """0 for infinities, from which no difference can be taken."""
+    return tl.where((x == float("inf")) | (x == float("-inf")), 0.0, x)
 
 
 @triton.jit

@@ -50,7 +50,7 @@ def truncate_by(
     out = torch.empty(reqs, vocab, dtype=logits.dtype, device=logits.device)
     if out.numel() == 0:
         return out
-    peaks, _ = survey(logits, sub_block)
+    peaks, *_ = survey(logits, sub_block)
     subs = next_power_of_2(peaks.shape[1])
     scratch = torch.empty(reqs, subs + capacity, dtype=torch.int32, device=logits.device)
     values = torch.empty(reqs, capacity, dtype=torch.float32, device=logits.device)

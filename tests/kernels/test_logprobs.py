@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from purestep.kernels.reference.logprobs import gather_ids, gather_logprobs, logsumexp
+from purestep.kernels.reference.logprobs import gather_ids, gather_logprobs, score
 
 VOCAB = 6
 ROW = st.lists(st.sampled_from([-3.0, -2.0, -1.0, 0.0]), min_size=VOCAB, max_size=VOCAB)
@@ -42,15 +42,18 @@ def test_named_ids(rows: list[tuple[list[float], int]], ids: list[int]) -> None:
     assert ours.tolist() == [[row[v] if v >= 0 else -float("inf") for v in ids] for row, _ in rows]
 
 
-@given(st.lists(st.floats(-80, 80) | st.just(-float("inf")), min_size=1, max_size=VOCAB))
-def test_logits_less_their_sum_are_log_probabilities(row: list[float]) -> None:
+@given(st.lists(st.floats(-80, 80) | st.just(-float("inf")), min_size=1, max_size=VOCAB), st.data())
+def test_scores_are_log_probabilities_of_the_same_tokens(row: list[float], data: st.DataObject) -> None:
     logits = torch.tensor([row], dtype=torch.float64)
-    lowered = logits - logsumexp(logits)[:, None]
+    chosen, n = torch.tensor([data.draw(st.integers(0, len(row) - 1))]), data.draw(st.integers(0, len(row)))
+    ids, logprobs, ranks = score(logits, chosen, n)
+    of_logits = gather_logprobs(logits, chosen, n)
+    assert torch.equal(ids, of_logits[0]) and torch.equal(ranks, of_logits[2])
     if max(row) > -float("inf"):
-        assert abs(float(lowered.exp().sum()) - 1) < 1e-12
-        assert (lowered - logits.log_softmax(-1)).nan_to_num().abs().max() < 1e-12
+        expected = logits.log_softmax(-1)[0, ids[0].long()]
+        assert torch.allclose(logprobs[0], expected, rtol=1e-12, atol=1e-12)
     else:
-        assert logsumexp(logits).tolist() == [-float("inf")]
+        assert logprobs.isnan().all()
 
 
 def test_ties_of_a_large_vocabulary_are_ordered() -> None:

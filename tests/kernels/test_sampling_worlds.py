@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 from purestep.kernels.reference.constraints import add_bias, allow_only, ban_bad_words, ban_tokens
 from purestep.kernels.reference.draw import draw, greedy, scale_by_temperature, temperature_offset
 from purestep.kernels.reference.grammar import apply_grammar_bitmask
-from purestep.kernels.reference.logprobs import gather_ids, gather_logprobs, logsumexp
+from purestep.kernels.reference.logprobs import gather_ids, gather_logprobs, score
 from purestep.kernels.reference.ngram import propose_ngram
 from purestep.kernels.reference.penalties import penalize
 from purestep.kernels.reference.philox import uniforms
@@ -67,6 +67,10 @@ def draw_uniforms(seed: Tensor, stream: Tensor, index: Tensor) -> Tensor:
     return uniforms(seed, stream, index, purpose=2, width=VOCAB)
 
 
+def score_three(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return score(logits, ids, 3)
+
+
 def gather_three(logprobs: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return gather_logprobs(logprobs, ids, 3)
 
@@ -98,8 +102,8 @@ KERNELS: list[tuple[Callable[..., Any], str]] = [
     (draw_uniforms, "seed stream starts"),
     (draw, "logits noise"),
     (greedy, "logits"),
-    (logsumexp, "logits"),
     (gather_three, "logits chosen"),
+    (score_three, "logits chosen"),
     (gather_ids, "logits tokens"),
     (verify_greedy, "best drafts unsound"),
     (count_accepted, "targets drafts starts q uniform"),

@@ -156,9 +156,9 @@ def call_the_rest() -> None:
     kernels.truncate(kernels.scale_by_temperature(logits, reqs), ints(4), reqs, reqs)
     kernels.apply_grammar_bitmask(logits, ints(2, 4008), ints(4))
     kernels.penalize(logits, ints(4, 300), ints(4), ints(4), reqs, reqs, reqs)
-    kernels.logsumexp(logits)
-    kernels.gather_logprobs(logits, seeds, 0)
-    kernels.gather_logprobs(logits, seeds, 20)
+    for num_logprobs in (0, 20):
+        kernels.gather_logprobs(logits, seeds, num_logprobs)
+        kernels.score(logits, seeds, num_logprobs)
     targets, drafts, uniform = meta(4, 6, 128256), ints(4, 5), meta(4, 5)
     kernels.verify_greedy(meta(4, 6, dtype=torch.int64), drafts, meta(4, 6, dtype=torch.bool))
     for probs in (None, meta(4, 5, 128256)):

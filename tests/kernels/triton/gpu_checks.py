@@ -283,12 +283,17 @@ def _logprobs() -> tuple[bool, str]:
         logprobs = normal(65, VOCAB, dtype=torch.float32) * 4
         logprobs = logprobs.round() if levels else logprobs
         ids = torch.randint(VOCAB, (65,), device="cuda")
-        if (cuda_donating().logsumexp(logprobs) - logprobs.double().logsumexp(-1)).abs().max() > 1e-5:
-            wrong.append((levels, "logsumexp"))
         for n in (0, 1, 20, 1000):
             ours = cuda_donating().gather_logprobs(logprobs, ids, n)
             if not same(ours, reference.gather_logprobs(logprobs, ids, n)):
                 wrong.append((levels, n))
+            scores, (_, values, _) = cuda_donating().score(logprobs, ids, n), ours
+            lowered = values.double() - logprobs.double().logsumexp(-1)[:, None]
+            if (
+                not same((scores[0], scores[2]), (ours[0], ours[2]))
+                or (scores[1] - lowered).abs().max() > 1e-5
+            ):
+                wrong.append((levels, n, "score"))
     return not wrong, f"wrong {wrong}"
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from purestep.kernels.reference import reference
 from tests.kernels.triton.device import DEVICE, few, quiet
 
-from purestep.kernels.triton.logprobs import MOST, gather_by, gather_logprobs, logsumexp  # isort: skip
+from purestep.kernels.triton.logprobs import MOST, gather_by, gather_logprobs, score  # isort: skip
 
 pytestmark = quiet
 
@@ -47,17 +47,28 @@ def test_equals_reference(row: list[float], token: int, n: int, way: tuple[int, 
         max_size=3,
     ),
     st.sampled_from([3, 4096, 4099, 9001]),
+    st.integers(0, 3),
     st.integers(0, 2**31),
 )
-def test_logsumexp_is_the_references(odd: list[float], vocab: int, seed: int) -> None:
-    """Rows of a wider table: random ones, odd values somewhere, one that is high, one of -inf alone."""
-    table = torch.randn(4, vocab + 1, generator=torch.Generator().manual_seed(seed)).mul(9).to(DEVICE)
+def test_scores_are_the_references(odd: list[float], vocab: int, n: int, seed: int) -> None:
+    """Rows of a wider table: random ones, odd values somewhere, one that is high, one of -inf alone or but for a low
+    value at its end."""
+    table = torch.randn(5, vocab + 1, generator=torch.Generator().manual_seed(seed)).mul(9).to(DEVICE)
     logits = table[:, :vocab]
     logits[1, :: max(vocab // 3, 1)][:3] = torch.tensor(odd, device=DEVICE)
     logits[2] = 88.0
-    logits[3] = -math.inf
-    expected = reference.logsumexp(logits.double()).float()
-    torch.testing.assert_close(logsumexp(logits), expected, rtol=1e-6, atol=1e-6, equal_nan=True)
+    logits[3:] = -math.inf
+    logits[4, -1] = -700.0
+    chosen = torch.tensor([seed % vocab, 0, 1, 2, vocab - 1], device=DEVICE)
+    ids, logprobs, ranks = score(logits, chosen, n)
+    expected_ids, expected, expected_ranks = reference.score(logits.double(), chosen, n)
+    assert_same((ids, ranks), (expected_ids, expected_ranks))
+    torch.testing.assert_close(logprobs, expected.float(), rtol=1e-6, atol=2e-5, equal_nan=True)
+
+
+def test_more_scores_than_fit_are_the_references() -> None:
+    logits, chosen = torch.randn(1, MOST + 60, device=DEVICE), torch.tensor([5], device=DEVICE)
+    assert_same(score(logits, chosen, MOST + 1), reference.score(logits, chosen, MOST + 1))
 
 
 def test_nan_comes_first() -> None:

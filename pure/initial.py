@@ -1,6 +1,7 @@
 """`initial_state`: a device state that holds no request."""
 
 import torch
+from torch.nn.functional import pad
 
 from purestep.pure.models.model import Model
 from purestep.pure.records.batch import BatchLimits
@@ -25,8 +26,9 @@ def initial_state(
     are float8_e4m3fn, every scale is 1.
     """
 
-    def zeros(*size: int) -> torch.Tensor:
-        return torch.zeros(*size, dtype=torch.int32, device=device)
+    # No arithmetic: on tensors without memory, whose sizes are asked for first, it imports torch's compiler.
+    def filled(*size: int, value: int = 0) -> torch.Tensor:
+        return torch.full(size, value, dtype=torch.int32, device=device)
 
     num_rows, sizes = limits.max_num_reqs + 1, limits.table_block_sizes
     if kv is None:
@@ -44,18 +46,19 @@ def initial_state(
             for layer in model.kv_layers
         )
     nothing = Layout.make_empty().bounds
-    null_room = zeros(1) + limits.max_model_len  # the null row's blocks are the null block, wherever it is
+    # The null row's blocks are the null block, wherever it is.
+    room = pad(filled(num_rows - 1), (0, 1), value=limits.max_model_len)
     return StepState(
         ledger=Ledger(
-            table=zeros(len(LEDGER_COLUMNS), num_rows),
-            drafts=zeros(num_rows, limits.num_drafts) - 1 if limits.num_drafts else None,
+            table=filled(len(LEDGER_COLUMNS), num_rows),
+            drafts=filled(num_rows, limits.num_drafts, value=-1) if limits.num_drafts else None,
         ),
         kv=kv,
-        token_ids=zeros(num_rows, limits.max_model_len),
-        block_tables=tuple(zeros(num_rows, -(-limits.max_model_len // size)) for size in sizes),
-        room=torch.cat([zeros(num_rows - 1), null_room]),
-        sampling=SamplingRows(zeros(num_rows, NUM_FLOATS).float(), zeros(num_rows, NUM_WORDS - NUM_FLOATS)),
-        layout=Layout(zeros(0), zeros(1), nothing),
+        token_ids=filled(num_rows, limits.max_model_len),
+        block_tables=tuple(filled(num_rows, -(-limits.max_model_len // size)) for size in sizes),
+        room=room,
+        sampling=SamplingRows(filled(num_rows, NUM_FLOATS).float(), filled(num_rows, NUM_WORDS - NUM_FLOATS)),
+        layout=Layout(filled(0), filled(1), nothing),
         inbox=Inbox.make_empty(device),
         block_sizes=sizes,
         group_of_layer=tuple(layer.group for layer in model.kv_layers),

@@ -20,7 +20,9 @@ from purestep.pure.records.outputs import LogprobsTensors
 from purestep.pure.rows import occupied
 
 ABSENT_ID, ABSENT_RANK = -1, 0
-MAX_SCORED_ROWS = 512  # rows of logits that are there at once: those of a whole prompt may not fit the device
+MAX_SCORED_ROWS = (
+    1024  # rows of logits that are there at once: those of a whole prompt may not fit the device
+)
 
 
 @record(static=True)

@@ -25,6 +25,7 @@ from purestep.pure.records.sampling_params import SamplingParams
 from purestep.pure.scheduler import make_queue, num_free
 from purestep.state.book import Book, add, fork, known, unused_stream
 from purestep.state.calls import Call, submitted
+from purestep.state.captures import capture
 from purestep.state.engine_moment import EngineMoment
 from purestep.state.grammars import Grammars
 from purestep.state.graph_api import GraphApi
@@ -37,7 +38,6 @@ from purestep.state.setup import (
     Source,
     as_dtype,
     bind,
-    capture,
     dispatch_keys_of,
     graphs_for,
     kv_cache_of,
@@ -90,13 +90,13 @@ class Engine:
         draft_params: Params | None = None,
         **sizes: Any,
     ) -> None:
-        wanted, dtype = Sizes(**sizes), as_dtype(dtype)
-        place = usable_device(device)
+        wanted, dtype, place = Sizes(**sizes), as_dtype(dtype), usable_device(device)
         graph_api = graphs_for(wanted, place, graph_api)
         loaded = resolve(model, dtype=dtype, device=place, tokenizer=tokenizer)
         self._loaded = with_drafter_of(loaded, drafter, draft_params, dtype=dtype, device=place)
         how: Any = {"device": place, "kernels": kernels, "drafter": drafter}
-        self._kv_config = kv_config = kv_cache_of(self._loaded, wanted, dtype=dtype, **how)
+        captures = graph_api is not None
+        self._kv_config = kv_config = kv_cache_of(self._loaded, wanted, dtype=dtype, captures=captures, **how)
         self.limits = limits_of(self._loaded, kv_config, wanted, seed=seed, drafter=drafter)
         keys = dispatch_keys_of(self._loaded.model, self.limits, wanted)
         host_drafter = drafter if isinstance(drafter, HostDrafter) else None

@@ -1,6 +1,7 @@
 """What capturing needs of a device, as a value: CUDA graphs here, a recording fake in the tests."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import Any, Protocol
 
@@ -74,26 +75,34 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class CudaGraphs:
-    """Captures on a stream apart, in one memory pool."""
+    """Captures on a stream apart, in one memory pool.
 
-    def __init__(self, device: torch.device, num_warmups: int = 2) -> None:
+    `torch.cuda.graph` would give all cached memory back before each capture, which takes longer than the capture.
+    """
+
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._num_warmups = num_warmups
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = _capture_stream(device)
 
     def capture(self, function: Callable[[], Any]) -> CudaGraph:
-        """Run the function a few times, so that kernels are compiled and handles made, then capture it once."""
+        """Run the function once, so that kernels are compiled and handles made, then capture it."""
+        graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            for _ in range(self._num_warmups):
-                function()
+            function()
+            graph.capture_begin(pool=self._pool)
+            try:
+                result = function()
+            except BaseException:
+                with suppress(RuntimeError):  # what was captured is no graph, as the error says that goes on
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            result = function()
         return CudaGraph(graph, result)
 
     def num_bytes(self) -> int:
-        """Device memory that torch holds, the pools of graphs included."""
+        """Device memory that torch holds, the pools of graphs included, once it has given back what it only caches."""
+        torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(self._device)

@@ -10,32 +10,28 @@ import torch
 
 from purestep.kernels.donating import donating
 from purestep.kernels.types import Kernels
-from purestep.pure.dispatch import capture_descriptors, dispatch_keys
+from purestep.pure.dispatch import dispatch_keys
 from purestep.pure.drafters.joined import with_draft_params, with_drafter
 from purestep.pure.errors import InvalidParameterError, KVCacheConfigError
 from purestep.pure.graph_modes import has_pieces, resolve_cudagraph_mode
 from purestep.pure.kv_config import FP8, MIN_BLOCKS, kv_cache_config, kv_cache_dtype
 from purestep.pure.models.model import Model
-from purestep.pure.padding import capture_layout
-from purestep.pure.record import replace
 from purestep.pure.records.batch import BatchLimits
 from purestep.pure.records.dispatch import AttentionCGSupport, CUDAGraphMode, DispatchConfig, DispatchKeys
 from purestep.pure.records.drafter import Drafter, HostDrafter
 from purestep.pure.records.kv_config import KVCacheConfig
-from purestep.pure.records.layout import SamplerShape
 from purestep.pure.records.params import Params
 from purestep.pure.records.queue import SchedulerConfig
 from purestep.state.buffers import PersistentBuffers
+from purestep.state.captures import capture_layouts, wanted_keys
 from purestep.state.compilation import compile_steps
 from purestep.state.device_memory import CudaMemory, DeviceMemory
 from purestep.state.graph_api import CudaGraphs, GraphApi
-from purestep.state.graphs import CaptureReport, GraphKey
 from purestep.state.loading.load import load_model
 from purestep.state.loading.loaded import LoadedModel, in_memory
 from purestep.state.profile import determine_available_memory, profile_layouts
-from purestep.state.progress import watched
 from purestep.state.run import BoundStep
-from purestep.state.sizes import GREEDY_SHAPE, RANDOM_SHAPE, UNROLL, UNROLLED_REQS, Sizes
+from purestep.state.sizes import UNROLL, Sizes
 from purestep.state.weights import placed
 
 DEFAULT_KV_CACHE_BYTES = 512 * 2**20
@@ -117,10 +113,12 @@ def kv_cache_of(
     kernels: Kernels | None,
     memory: DeviceMemory | None = None,
     drafter: AnyDrafter = None,
+    captures: bool = False,
 ) -> KVCacheConfig:
     """The KV cache for these sizes. If they say nothing, on a GPU: all that a trial run leaves, and can be of use.
 
-    `memory` is that of the device; without a GPU it is not asked.
+    `memory` is that of the device; without a GPU it is not asked. If steps are to be captured,
+    what they launch is compiled with what the trial run launches, on all cores at once.
 
     Raises:
         InvalidParameterError: a cache too small for one block beside the null block, or no type for keys and values,
@@ -144,7 +142,11 @@ def kv_cache_of(
         limits = limits_of(loaded, smallest, sizes, seed=0, drafter=drafter)
         how: Any = {"device": device, "kernels": kernels, "graph_api": None, "drafter": drafter}
         bound = bind(loaded, limits, smallest, sizes, **how)
-        compile_steps(bound, profile_layouts(limits, sizes.max_num_batched_tokens))
+        layouts = profile_layouts(limits, sizes.max_num_batched_tokens)
+        if captures:
+            found = wanted_keys(dispatch_keys_of(loaded.model, limits, sizes), sizes)
+            layouts += capture_layouts(found, limits)
+        compile_steps(bound, layouts)
         num_bytes = determine_available_memory(
             bound,
             sizes.max_num_batched_tokens,
@@ -274,36 +276,6 @@ def dispatch_keys_of(model: Model, limits: BatchLimits, sizes: Sizes) -> Dispatc
     return dispatch_keys(config, mode, every)
 
 
-def graph_keys(
-    keys: DispatchKeys, *, two_phase: bool = False, samplers: tuple[SamplerShape, ...] = (), unroll: int = 1
-) -> list[GraphKey]:
-    """What is captured before the first step: pieces, then full graphs, of these samplers, random and greedy.
-
-    The largest come first. Graphs of `unroll` steps are of random and greedy decoding, of few requests.
-
-    With `two_phase`, full graphs are those of the halves: each `execute`, and its samples behind it. Where decoding
-    requests have drafts, there are graphs that verify them, and for batches of any kind also those that do not.
-    """
-    found, shapes = list[GraphKey](), (*samplers, RANDOM_SHAPE, GREEDY_SHAPE)
-    most = keys.uniform_query_len - 1
-    for mode, descriptors in capture_descriptors(keys):
-        for descriptor in descriptors:
-            if mode is CUDAGraphMode.PIECEWISE:
-                found.append(GraphKey(descriptor, None))
-                continue
-            for num_drafts in (most,) if descriptor.uniform else dict.fromkeys((most, 0)):
-                key = GraphKey(descriptor, None, num_drafts=num_drafts)
-                if two_phase:
-                    found.append(replace(key, half="execute"))
-                    found += [replace(key, sampler=shape, half="sample") for shape in shapes]
-                else:
-                    if unroll > 1 and descriptor.uniform and descriptor.num_tokens <= UNROLLED_REQS:
-                        several = (RANDOM_SHAPE, GREEDY_SHAPE)
-                        found += [replace(key, sampler=shape, num_steps=unroll) for shape in several]
-                    found += [replace(key, sampler=shape) for shape in shapes]
-    return found
-
-
 def bind(
     loaded: LoadedModel,
     limits: BatchLimits,
@@ -375,25 +347,3 @@ def cuda_kernels() -> Kernels:
     from purestep.kernels.triton import cuda_donating
 
     return cuda_donating()
-
-
-def capture(bound: BoundStep, keys: DispatchKeys, sizes: Sizes, *, unroll: int = 1) -> CaptureReport | None:
-    """Capture what batches are dispatched to; None: this step has no graphs."""
-    if bound.captured is None:
-        return None
-    found, limits = graph_keys(keys, samplers=sizes.capture_samplers, unroll=unroll), bound.buffers.limits
-    if sizes.capture_halves:
-        found += graph_keys(keys, two_phase=True, samplers=sizes.capture_samplers)
-    compile_steps(
-        bound,
-        [
-            capture_layout(
-                key.descriptor, limits, sampler=key.sampler or GREEDY_SHAPE, num_drafts=key.num_drafts
-            )
-            for key in found
-            if key.num_steps == 1  # more of them launch the same
-        ],
-    )
-    return bound.captured.capture(
-        found, watch=lambda keys: watched(list(keys), "capturing", shown=sizes.capture_progress)
-    )

@@ -2,9 +2,7 @@
 
 import operator
 import reprlib
-from array import array
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from typing import Any
 
 from purestep.pure.errors import InvalidParameterError, InvalidRequestError
@@ -127,9 +125,8 @@ def with_scores(submission: Submission, scores: PromptScores) -> Submission:
 def _token_ids(prompt: Prompt, tokenizer: Tokenizer | None, add_special_tokens: bool) -> tuple[int, ...]:
     if not isinstance(prompt, str):
         try:
-            if isinstance(prompt, list | tuple) and len(prompt) > 64:  # the same, in a third of the time
-                with suppress(OverflowError):
-                    return tuple(array("q", prompt))
+            if isinstance(prompt, list | tuple) and set(map(type, prompt)) == {int}:
+                return tuple(prompt)  # the same, in a third of the time
             return tuple(map(operator.index, prompt))
         except (TypeError, ValueError):
             raise InvalidRequestError(

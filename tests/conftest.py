@@ -1,6 +1,7 @@
 """Options, fixtures and switches of the whole test suite."""
 
 import gc
+import importlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,7 +45,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is there by now stays, so nobody need look for garbage in it: that takes half a second per capture."""
+    """What is there by now stays, so nobody need look for garbage in it: that takes half a second per capture.
+
+    Torch imports its compiler, a third of all that, with the first thing that needs it: so it is imported here.
+    """
+    importlib.import_module("torch._dynamo")
     gc.freeze()
 
 

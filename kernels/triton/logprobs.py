@@ -16,7 +16,14 @@ from purestep.kernels.triton.select import (
     survey,
     weigh,
 )
-from purestep.kernels.triton.shared import SMALLEST_KEY, check_floats, check_rows, next_power_of_2
+from purestep.kernels.triton.shared import (
+    LARGEST_KEY,
+    SMALLEST_KEY,
+    check_floats,
+    check_rows,
+    next_power_of_2,
+    order_key,
+)
 
 SUB_BLOCK = 128
 CAPACITY = 2048  # candidates of a row; with more, the largest are looked for in the whole row
@@ -107,10 +114,17 @@ def _gather(
     if totals is not None:
         lowered = _logsumexp(totals + row * chunks, totals + (reqs + row) * chunks, chunks, CHUNKS)
     tl.store(out_values, tl.load(logprobs + own) - lowered)
-    if N > 0:
-        sub = tl.arange(0, SUBS)
-        keys = tl.load(peaks + row * subs + sub, mask=sub < subs, other=SMALLEST_KEY)
-        highest = tl.max(keys, 0)
+    sub = tl.arange(0, SUBS)
+    keys = tl.load(peaks + row * subs + sub, mask=sub < subs, other=SMALLEST_KEY)
+    highest = tl.max(keys, 0)
+    if N == 1:
+        place = tl.min(tl.where(keys == highest, sub, LARGEST_KEY), 0) * SUB + tl.arange(0, SUB)
+        value = tl.load(logprobs + place, mask=place < vocab, other=float("-inf")).to(tl.float32)
+        is_first = (order_key(value) == highest) & (place < vocab)
+        token = tl.min(tl.where(is_first, place, LARGEST_KEY), 0)
+        tl.store(out_ids + 1, token)
+        tl.store(out_values + 1, tl.load(logprobs + token) - lowered)
+    elif N > 1:
         listed, list_ids = scratch + row * (SUBS + CAPACITY), scratch + row * (SUBS + CAPACITY) + SUBS
         values += row * CAPACITY
         winners += row * MOST

@@ -28,6 +28,8 @@ from purestep.pure.records.structured_outputs import (
 MAX_BIAS = 100.0
 MOST_SAMPLES = 16384  # of a prompt, as upstream has it
 FLAGS = ("ignore_eos", "kept_mass", "detokenize", "skip_special_tokens")
+WHOLE = ("n", "top_k", "seed", "stream", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
+REAL = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 GREEDY_BELOW = 1e-5
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
@@ -159,12 +161,13 @@ def normalize(params: SamplingParams) -> SamplingParams:
 
 def _plain(params: SamplingParams) -> SamplingParams:
     """Python's own numbers in the place of numpy's and torch's, which overflow and compare in their own ways."""
-    whole = ("n", "top_k", "seed", "stream", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
-    real = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-    given = {name: getattr(params, name) for name in whole}
-    changes = {name: value if value is None else operator.index(value) for name, value in given.items()}
-    changes |= {name: bool(getattr(params, name)) for name in FLAGS}
-    return replace(params, **changes, **{name: float(getattr(params, name)) for name in real})
+    changes = {}
+    for kind, names, made in ((int, WHOLE, operator.index), (float, REAL, float), (bool, FLAGS, bool)):
+        for name in names:
+            value = getattr(params, name)
+            if value is not None and type(value) is not kind:
+                changes[name] = made(value)
+    return replace(params, **changes) if changes else params
 
 
 def validate(

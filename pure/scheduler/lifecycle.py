@@ -1,5 +1,6 @@
 """Requests come and go, and so do parameters."""
 
+from array import array
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
@@ -74,8 +75,7 @@ def add(queue: Queue, request: Request, *, vocab_size: int = ANY_VOCAB_SIZE) -> 
             f"request id {request.req_id!r} is in use: wait, abort it, or use another id"
         )
     try:
-        _check_prompt(queue.config, request, vocab_size)
-        tokens = Tape.of(request.prompt_token_ids)
+        tokens = _checked_prompt(queue.config, request, vocab_size)
     except TypeError:
         raise InvalidRequestError(
             f"request {request.req_id!r} has a prompt that is no tuple of whole numbers: give token ids"
@@ -278,7 +278,7 @@ def _check_config(config: SchedulerConfig) -> None:
         )
 
 
-def _check_prompt(config: SchedulerConfig, request: Request, vocab_size: int) -> None:
+def _checked_prompt(config: SchedulerConfig, request: Request, vocab_size: int) -> Tape:
     prompt = request.prompt_token_ids
     if not prompt:
         raise InvalidRequestError(f"request {request.req_id!r} has an empty prompt: give at least one token")
@@ -292,11 +292,16 @@ def _check_prompt(config: SchedulerConfig, request: Request, vocab_size: int) ->
             f"request {request.req_id!r} has a prompt of {len(prompt)} tokens; the whole KV cache has room for "
             f"{config.capacity}: shorten it, or give the cache more memory"
         )
-    if not 0 <= min(prompt) <= max(prompt) < vocab_size:
-        wrong = next(token for token in prompt if not 0 <= token < vocab_size)
+    try:
+        ids = np.frombuffer(array("i", prompt), np.int32)  # checked as a whole, which a long prompt gains by
+    except OverflowError:
+        ids = None
+    if ids is None or not 0 <= ids.min() <= ids.max() < vocab_size:
+        wrong = next(token for token in prompt if not 0 <= token < min(vocab_size, 2**31))
         raise InvalidRequestError(
             f"request {request.req_id!r} has token id {wrong} in its prompt; the vocabulary is 0 to {vocab_size - 1}"
         )
+    return Tape.of(ids)
 
 
 def _check_fork(queue: Queue, request: Request, parent: int) -> None:

@@ -44,10 +44,11 @@ from purestep.pure.settle import settle
 from purestep.pure.step import execute, sample
 from purestep.pure.update import update_states
 from purestep.state.buffers import PersistentBuffers
+from purestep.state.captures import graph_keys
 from purestep.state.graph_api import CudaGraphs
 from purestep.state.moments import remember, rewind
 from purestep.state.run import BoundStep, run
-from purestep.state.setup import cuda_kernels, graph_keys
+from purestep.state.setup import cuda_kernels
 from tests import laws
 from tests.state.fake_graphs import FakeGraphs
 from tests.worlds import is_held, targets

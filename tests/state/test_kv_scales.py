@@ -23,11 +23,12 @@ from purestep.pure.records.batch import BatchLimits
 from purestep.pure.records.dispatch import CUDAGraphMode, DispatchConfig
 from purestep.pure.records.sampling_params import SamplingParams
 from purestep.state.buffers import PersistentBuffers, leaves
+from purestep.state.captures import graph_keys
 from purestep.state.engine import Engine
 from purestep.state.profile import dummy_run, dummy_sampler, profile_run
 from purestep.state.run import BoundStep
 from purestep.state.runner import GPUModelRunner
-from purestep.state.setup import check_fp8, graph_keys
+from purestep.state.setup import check_fp8
 from purestep.state.sizes import Sizes
 from tests.laws import equal
 from tests.profiles import examples

@@ -187,7 +187,7 @@ def test_logits_of_a_whole_prompt_are_never_there_at_once(monkeypatch: pytest.Mo
     assert seen == [5, 5, 1]
 
 
-@given(st.integers(0, 400))
+@given(st.integers(0, 3000))
 def test_slices_are_the_chunk_in_order(num_targets: int) -> None:
     chunk = PromptChunk("r", 1, 3, 7, tuple(range(num_targets)), 2, 500, True)
     parts = assert_pure(slices, chunk)

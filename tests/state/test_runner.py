@@ -34,10 +34,10 @@ from purestep.pure.records.outputs import (
 from purestep.pure.records.sampling_params import SamplingParams
 from purestep.pure.records.scheduler_output import GrammarOutput
 from purestep.state.buffers import PersistentBuffers
+from purestep.state.captures import graph_keys
 from purestep.state.run import BoundStep
 from purestep.state.runner import GPUModelRunner
 from purestep.state.seams import KVConnector, RoutedExperts
-from purestep.state.setup import graph_keys
 from tests.profiles import examples
 from tests.state.fake_graphs import FakeGraphs
 from tests.state.upstream import Upstream, serve

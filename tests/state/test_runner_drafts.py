@@ -24,9 +24,9 @@ from purestep.pure.records.drafter import Drafter, HostDrafter, Proposal
 from purestep.pure.records.outputs import DraftTokenIds
 from purestep.pure.records.sampling_params import SamplingParams
 from purestep.state.buffers import PersistentBuffers
+from purestep.state.captures import graph_keys
 from purestep.state.run import BoundStep
 from purestep.state.runner import GPUModelRunner
-from purestep.state.setup import graph_keys
 from tests.laws import digest
 from tests.profiles import examples
 from tests.state.fake_graphs import FakeGraphs

@@ -21,8 +21,8 @@ from purestep.pure.settle import settle
 from purestep.pure.strategies import ScheduledStep, schedules
 from purestep.pure.update import update_states
 from purestep.state.buffers import PersistentBuffers, leaves
+from purestep.state.captures import graph_keys
 from purestep.state.run import BoundStep, run
-from purestep.state.setup import graph_keys
 from purestep.state.two_phase import Executed, dispatched, execute, prompt_logprobs, sample, take_in
 from tests.laws import digest
 from tests.profiles import examples

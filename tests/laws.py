@@ -14,6 +14,7 @@ from torch import Tensor
 
 from purestep.kernels.reference import reference
 from purestep.pure.arrays import Tape
+from purestep.pure.persistent import Map
 from purestep.pure.record import replace
 from purestep.pure.records.batch import InputBatch
 from purestep.pure.records.inputs import StepInputs
@@ -261,6 +262,8 @@ def _parts(value: Any) -> list[bytes]:
         return [kind, value.array.tobytes()]
     if isinstance(value, tuple | list):
         return [kind, str(len(value)).encode(), *(digest(item) for item in value)]
+    if isinstance(value, Map):
+        return [kind, str(len(value.shards)).encode(), digest(dict(value.items()))]
     if isinstance(value, Mapping):
         pairs = sorted(digest(key) + digest(item) for key, item in value.items())
         return [kind, *pairs]

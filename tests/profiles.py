@@ -16,7 +16,7 @@ import pkgutil
 from hypothesis import HealthCheck, settings
 
 IN_CI = os.environ.get("CI") == "true"
-FEWEST_IN_CI = 15  # examples of a law
+FEWEST_IN_CI = 10  # examples of a law
 
 _slow_is_allowed = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile("dev", max_examples=50, deadline=None, suppress_health_check=_slow_is_allowed)
@@ -30,12 +30,12 @@ settings.load_profile("ci" if IN_CI else "dev")
 def examples(fraction: float, **changes: object) -> settings:
     """Settings with a fraction of the profile's examples (at least 1): for tests whose examples cost much.
 
-    `@examples(0.1)` tries 5, 17 or 2,000 examples in the three profiles, since CI has no time for more than a third of
-    a fraction, or 15; a factor above 1 tries more. Say why beside the decorator when the law deserves better.
+    `@examples(0.1)` tries 5, 10 or 2,000 examples in the three profiles, since CI has no time for more than a fifth of
+    a fraction, or 10; a factor above 1 tries more. Say why beside the decorator when the law deserves better.
     """
     count = settings.default.max_examples * fraction
     if IN_CI and fraction < 1:
-        count = max(count / 3, min(count, FEWEST_IN_CI))
+        count = max(count / 5, min(count, FEWEST_IN_CI))
     return settings(max_examples=max(1, round(count)), **changes)  # type: ignore[arg-type]
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from purestep.pure.arrays import Tape
+from purestep.pure.persistent import Map
 from purestep.pure.records.inputs import BatchDescriptor, ModelInputs
 from purestep.pure.records.state import StepState
 from tests.laws import assert_prefix_kept, assert_pure, digest, equal, with_canary
@@ -49,12 +50,19 @@ def test_equal_values_are_equal() -> None:
         (1, True),
         (0.0, -0.0),
         ({"a": 1}, {"b": 1}),
+        (Map.make_empty(4).with_item("a", 1), Map.make_empty(4).with_item("a", 2)),
+        (Map.make_empty(4), Map.make_empty(8)),
         (BatchDescriptor(num_tokens=3), BatchDescriptor(num_tokens=4)),
         (inputs(), ModelInputs(input_ids=None, positions=torch.arange(3))),
     ],
 )
 def test_different_values_are_not_equal(a: Any, b: Any) -> None:
     assert not equal(a, b)
+
+
+def test_a_map_is_what_it_holds_however_it_came_about() -> None:
+    made, items = Map.make_empty(4), [(i, str(i)) for i in range(9)]
+    assert equal(made.with_items(items), made.with_items(items[::-1]))
 
 
 def test_what_can_not_be_looked_into_is_refused() -> None:

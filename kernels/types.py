@@ -112,7 +112,7 @@ class Kernels:
     choose: Function  # (kernels, logits, temperature, top_k, ...) -> ids, ids of the largest: greedy or drawn
     judge: Function  # (kernels, logits, best, processed, ids, ...) -> ids, stops, has_nan
     gather_logprobs: Function  # (logprobs, ids, num_logprobs) -> ids, logprobs, ranks
-    score: Function  # (logits, ids, num_logprobs) -> ids, logprobs, ranks
+    score: Function  # (logits, ids, num_logprobs) -> ids, logprobs, ranks, what logits were lowered by
     gather_ids: Function  # (logprobs, ids) -> logprobs
     # speculation
     verify_greedy: Function  # (best, drafts, is_unsound) -> tokens [reqs, k + 1], -1 behind the last; has_nan

@@ -108,7 +108,8 @@ def score_prompt(
     logits: Tensor, targets: Int[Tensor, " rows"], *, num_logprobs: int, kernels: Kernels
 ) -> LogprobsTensors:
     """Raw log-probabilities of `targets` and of the likeliest tokens, from the logits [rows, vocab] before them."""
-    return LogprobsTensors(*kernels.score(logits, targets, num_logprobs))
+    ids, logprobs, ranks, _ = kernels.score(logits, targets, num_logprobs)
+    return LogprobsTensors(ids, logprobs, ranks)
 
 
 def prompt_table(scores: Sequence[PromptScores], *, num_rows: int, num_logprobs: int) -> LogprobsTensors:

@@ -1,5 +1,6 @@
 """`sample_tokens`: from logits to one token a request, and its log-probabilities."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -310,16 +311,27 @@ def _logprobs(
     if shape.num_logprobs is None and extras.token_ids is None:
         return None, None
     logits, processed, final = logits_on_the_way
-    values = None
+    found: tuple[Tensor, ...] = ()
     for mode in shape.logprobs_modes:
         own = logits if mode.startswith("raw") else final
-        if mode.endswith("logprobs"):
-            own = own.log_softmax(-1)
-        elif mode == "processed_logits" and shape.random:
+        if mode == "processed_logits" and shape.random:
             own = own + kernels.temperature_offset(processed, params["temperature"])
-        wanted = params["logprobs_mode"] == LOGPROBS_MODES.index(mode)
-        values = own if values is None else torch.where(wanted[:, None], own, values)
-    of_ids = None if extras.token_ids is None else kernels.gather_ids(values, extras.token_ids)
-    if shape.num_logprobs is None:
-        return None, of_ids
-    return LogprobsTensors(*kernels.gather_logprobs(values, tokens, shape.num_logprobs)), of_ids
+        if mode.endswith("logprobs"):
+            *table, lowered = kernels.score(own, tokens, shape.num_logprobs or 0)
+        else:
+            table, lowered = kernels.gather_logprobs(own, tokens, shape.num_logprobs or 0), 0.0
+        if extras.token_ids is not None:
+            of_ids = kernels.gather_ids(own, extras.token_ids)
+            table = *table, of_ids if mode.endswith("logits") else of_ids - lowered[:, None]
+        found = tuple(table) if not found else _chosen(params, mode, table, found)
+    whole = None if shape.num_logprobs is None else LogprobsTensors(*found[:3])
+    return whole, None if extras.token_ids is None else found[3]
+
+
+def _chosen(
+    params: BatchParams, mode: str, own: Sequence[Tensor], others: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """The rows that want this mode from its own tables, the rest from the others."""
+    wanted = params["logprobs_mode"] == LOGPROBS_MODES.index(mode)
+    pairs = zip(own, others, strict=True)
+    return tuple([torch.where(wanted if a.ndim == 1 else wanted[:, None], a, b) for a, b in pairs])

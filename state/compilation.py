@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from purestep.pure.record import replace
 from purestep.pure.records.layout import Layout
@@ -52,6 +53,7 @@ def compile_ahead(calls: Iterable[Callable[[], object]]) -> None:
         return run(self, *args, grid=grid, warmup=True, **kwargs)
 
     with (
+        ElementwiseShapes(),  # type: ignore[no-untyped-call]
         mock.patch.object(JITFunction, "run", only_compile),
         ThreadPoolExecutor(os.cpu_count()) as pool,
         AsyncCompileMode(pool, ignore_errors=True),
@@ -59,6 +61,35 @@ def compile_ahead(calls: Iterable[Callable[[], object]]) -> None:
         for call in calls:
             with suppress(Exception):
                 call()
+
+
+class ElementwiseShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives elementwise operations on tensors without memory their results by shape and type.
+
+    Torch does so by rules in Python, and imports its compiler with the first of them, which takes seconds.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch would import its compiler to keep it out of here; nothing that is compiled by it comes here."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = (args, kwargs or {})
+        tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
+        is_new = torch.Tag.pointwise in func.tags and not func._schema.is_mutable
+        if not is_new or not all(tensor.is_meta for tensor in tensors):
+            return func(*args, **given[1])
+        single = pytree.tree_map(_single, given)
+        shape = torch.broadcast_shapes(*[tensor.shape for tensor in tensors])  # type: ignore[no-untyped-call]
+        return torch.empty(shape, dtype=func(*single[0], **single[1]).dtype, device="meta")
+
+
+def _single(leaf: Any) -> Any:
+    """A tensor of one item, of the same type and as many dimensions."""
+    return torch.ones((1,) * leaf.ndim, dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
 
 def _without_memory(tree: Any) -> Any:

@@ -22,13 +22,15 @@ def gather_logprobs(logprobs: Tensor, ids: Tensor, num_logprobs: int) -> tuple[T
     return ids.to(torch.int32), values, ranks
 
 
-def score(logits: Tensor, ids: Tensor, num_logprobs: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`gather_logprobs` of logits [reqs, vocab], whose values come back as log-probabilities.
+def score(logits: Tensor, ids: Tensor, num_logprobs: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`gather_logprobs` of logits [reqs, vocab], whose values come back as log-probabilities; and what lowers a row's
+    logits to those: its logsumexp [reqs].
 
-    They are lowered by the row's logsumexp: so values are inf or NaN in a row of -inf alone, one with +inf or with NaN.
+    So values are NaN, or -inf, in a row of -inf alone, one with +inf and one with NaN.
     """
     tokens, values, ranks = gather_logprobs(logits, ids, num_logprobs)
-    return tokens, values - logits.logsumexp(-1)[:, None], ranks
+    lowered = logits.logsumexp(-1)
+    return tokens, values - lowered[:, None], ranks, lowered
 
 
 def gather_ids(logprobs: Tensor, ids: Tensor) -> Tensor:

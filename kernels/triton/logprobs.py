@@ -40,25 +40,40 @@ def gather_logprobs(logprobs: Tensor, ids: Tensor, num_logprobs: int) -> tuple[T
     return gather_by(logprobs, ids, num_logprobs, sub_block=SUB_BLOCK, capacity=CAPACITY)
 
 
-def score(logits: Tensor, ids: Tensor, num_logprobs: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of logits [reqs, vocab], whose values come back as log-probabilities: rows are read once for both."""
+def score(logits: Tensor, ids: Tensor, num_logprobs: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same of logits [reqs, vocab], whose values come back as log-probabilities: rows are read once for both.
+
+    Also what the logits were lowered by, float32 [reqs].
+    """
     if num_logprobs > MOST:
         return by_sorting.score(logits, ids, num_logprobs)
-    return gather_by(logits, ids, num_logprobs, sub_block=SUB_BLOCK, capacity=CAPACITY, lower=True)
+    lowered = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    table = gather_by(logits, ids, num_logprobs, sub_block=SUB_BLOCK, capacity=CAPACITY, lowered=lowered)
+    return *table, lowered
 
 
 def gather_by(
-    logprobs: Tensor, ids: Tensor, num_logprobs: int, *, sub_block: int, capacity: int, lower: bool = False
+    logprobs: Tensor,
+    ids: Tensor,
+    num_logprobs: int,
+    *,
+    sub_block: int,
+    capacity: int,
+    lowered: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`gather_logprobs`, or `score` if values are to be lowered, with another size of sub-blocks and of lists: they
-    change the way, not the result."""
+    """`gather_logprobs` with another size of sub-blocks and of lists: they change the way, not the result.
+
+    Values are lowered to log-probabilities if there is a `lowered` [reqs] to be filled with by what.
+    """
     check_floats("gather_logprobs", logprobs)
     check_rows("gather_logprobs", logprobs=logprobs)
     (reqs, vocab), n, device = logprobs.shape, num_logprobs, logprobs.device
-    peaks, counts, totals = survey(logprobs, sub_block, than=ids, sums=lower)
+    peaks, counts, totals = survey(logprobs, sub_block, than=ids, sums=lowered is not None)
     assert counts is not None
     out_ids = torch.empty(reqs, n + 1, dtype=torch.int32, device=device)
-    out_values = torch.empty(reqs, n + 1, dtype=torch.float32 if lower else logprobs.dtype, device=device)
+    out_values = torch.empty(
+        reqs, n + 1, dtype=logprobs.dtype if lowered is None else torch.float32, device=device
+    )
     ranks = torch.empty(reqs, dtype=torch.int64, device=device)
     if reqs:
         subs, most = next_power_of_2(peaks.shape[1]), max(next_power_of_2(n), 16)
@@ -66,7 +81,7 @@ def gather_by(
         values = torch.empty(reqs, capacity, dtype=torch.float32, device=device)
         winners = torch.empty(reqs, most, dtype=torch.int64, device=device)
         _gather[(reqs,)](
-            logprobs, ids, peaks, counts, totals, scratch, values, winners, out_ids, out_values, ranks,
+            logprobs, ids, peaks, counts, totals, lowered, scratch, values, winners, out_ids, out_values, ranks,
             logprobs.stride(0), ids.stride(0), vocab, peaks.shape[1], counts.shape[1], reqs, N=n, MOST=most,
             SUB=sub_block, SUBS=subs, CAPACITY=capacity, CHUNKS=next_power_of_2(counts.shape[1]), num_warps=8,
         )  # fmt: skip
@@ -97,8 +112,8 @@ def _collect(values, ids, count, highest, winners, N: tl.constexpr, HAS_IDS: tl.
 
 @triton.jit(do_not_specialize=["subs", "reqs"], do_not_specialize_on_alignment=["ids"])
 def _gather(
-    logprobs, ids, peaks, counts, totals, scratch, values, winners, out_ids, out_values, ranks, step, ids_step, vocab,
-    subs, chunks, reqs, N: tl.constexpr, MOST: tl.constexpr, SUB: tl.constexpr, SUBS: tl.constexpr,
+    logprobs, ids, peaks, counts, totals, lowered, scratch, values, winners, out_ids, out_values, ranks, step, ids_step,
+    vocab, subs, chunks, reqs, N: tl.constexpr, MOST: tl.constexpr, SUB: tl.constexpr, SUBS: tl.constexpr,
     CAPACITY: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -110,10 +125,11 @@ def _gather(
     out_values += row * (N + 1)
     own = tl.load(ids + row * ids_step)
     tl.store(out_ids, own.to(tl.int32))
-    lowered = 0.0
+    by = 0.0
     if totals is not None:
-        lowered = _logsumexp(totals + row * chunks, totals + (reqs + row) * chunks, chunks, CHUNKS)
-    tl.store(out_values, tl.load(logprobs + own) - lowered)
+        by = _logsumexp(totals + row * chunks, totals + (reqs + row) * chunks, chunks, CHUNKS)
+        tl.store(lowered + row, by)
+    tl.store(out_values, tl.load(logprobs + own) - by)
     sub = tl.arange(0, SUBS)
     keys = tl.load(peaks + row * subs + sub, mask=sub < subs, other=SMALLEST_KEY)
     highest = tl.max(keys, 0)
@@ -123,7 +139,7 @@ def _gather(
         is_first = (order_key(value) == highest) & (place < vocab)
         token = tl.min(tl.where(is_first, place, LARGEST_KEY), 0)
         tl.store(out_ids + 1, token)
-        tl.store(out_values + 1, tl.load(logprobs + token) - lowered)
+        tl.store(out_values + 1, tl.load(logprobs + token) - by)
     elif N > 1:
         listed, list_ids = scratch + row * (SUBS + CAPACITY), scratch + row * (SUBS + CAPACITY) + SUBS
         values += row * CAPACITY
@@ -144,7 +160,7 @@ def _gather(
         number = tl.load(winners + place, mask=place < N, other=-9223372036854775808)
         token = (tl.sort(number, descending=True) & 0x7FFFFFFF).to(tl.int32) ^ 0x7FFFFFFF
         tl.store(out_ids + 1 + place, token, mask=place < N)
-        value = tl.load(logprobs + token, mask=place < N, other=0.0) - lowered
+        value = tl.load(logprobs + token, mask=place < N, other=0.0) - by
         tl.store(out_values + 1 + place, value, mask=place < N)
 
 

@@ -67,7 +67,7 @@ def draw_uniforms(seed: Tensor, stream: Tensor, index: Tensor) -> Tensor:
     return uniforms(seed, stream, index, purpose=2, width=VOCAB)
 
 
-def score_three(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def score_three(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return score(logits, ids, 3)
 
 

@@ -1,6 +1,13 @@
 """Steps that are compiled ahead: they run without memory, and leave the buffers as they are."""
 
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from purestep.kernels.reference import reference
 from purestep.pure.models.initialize import random_params, tiny_config
@@ -10,7 +17,7 @@ from purestep.pure.records.batch import BatchLimits
 from purestep.pure.records.inputs import BatchDescriptor
 from purestep.pure.records.layout import SamplerShape
 from purestep.state.buffers import PersistentBuffers
-from purestep.state.compilation import compile_steps, steps_without_memory
+from purestep.state.compilation import ElementwiseShapes, compile_steps, steps_without_memory
 from purestep.state.profile import profile_layouts
 from purestep.state.run import BoundStep
 from tests.laws import digest
@@ -39,3 +46,35 @@ def test_steps_run_without_memory_and_change_nothing() -> None:
     ]
     assert all(output.sampled_token_ids.device == torch.device("meta") for output in outputs)
     assert digest(buffers.lease().value) == before
+
+
+@given(
+    st.sampled_from([torch.add, torch.ge, torch.logical_and, torch.true_divide, torch.maximum]),
+    st.sampled_from([torch.int32, torch.int64, torch.bool, torch.float32, torch.bfloat16]),
+    st.sampled_from([torch.int32, torch.float64]),
+)
+def test_elementwise_results_have_the_shapes_and_types_that_they_would_have(
+    operation: Callable[..., torch.Tensor], one: torch.dtype, other: torch.dtype
+) -> None:
+    a, b = torch.ones(4, 1, dtype=one), torch.ones(3, dtype=other)
+    expected = operation(a, b)
+    with ElementwiseShapes():
+        found = operation(a.to("meta"), b.to("meta"))
+        chosen = torch.where(found > 0, found, 0.5)
+        assert torch.ones(2).add_(1).tolist() == [2, 2]  # what has memory is computed
+    assert (found.device.type, found.shape, found.dtype) == ("meta", expected.shape, expected.dtype)
+    assert chosen.dtype == torch.where(expected > 0, expected, 0.5).dtype
+
+
+def test_elementwise_results_do_without_torchs_compiler() -> None:
+    """It takes seconds to import. In a process of its own: other tests need it."""
+    script = """
+        import sys
+        import torch
+        from purestep.state.compilation import ElementwiseShapes
+
+        with ElementwiseShapes():
+            torch.ones(3, device="meta") + 1 > 0
+        assert "torch._dynamo" not in sys.modules
+    """
+    subprocess.run([sys.executable, "-P", "-c", textwrap.dedent(script)], check=True)

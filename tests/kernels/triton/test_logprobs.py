@@ -60,10 +60,11 @@ def test_scores_are_the_references(odd: list[float], vocab: int, n: int, seed: i
     logits[3:] = -math.inf
     logits[4, -1] = -700.0
     chosen = torch.tensor([seed % vocab, 0, 1, 2, vocab - 1], device=DEVICE)
-    ids, logprobs, ranks = score(logits, chosen, n)
-    expected_ids, expected, expected_ranks = reference.score(logits.double(), chosen, n)
+    ids, logprobs, ranks, lowered = score(logits, chosen, n)
+    expected_ids, expected, expected_ranks, by = reference.score(logits.double(), chosen, n)
     assert_same((ids, ranks), (expected_ids, expected_ranks))
     torch.testing.assert_close(logprobs, expected.float(), rtol=1e-6, atol=2e-5, equal_nan=True)
+    torch.testing.assert_close(lowered, by.float(), rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
 def test_more_scores_than_fit_are_the_references() -> None:

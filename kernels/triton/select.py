@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from purestep.kernels.triton.shared import (
+    INTERPRETED,
     LARGEST_KEY,
     SMALLEST_KEY,
     cdiv,
@@ -58,15 +59,22 @@ def _survey(
     sub = chunk * SUBS + tl.arange(0, SUBS)
     place = sub[:, None] * SUB + tl.arange(0, SUB)[None, :]
     value = tl.load(values + row * step + place, mask=place < width, other=float("-inf")).to(tl.float32)
-    tl.store(peaks + row * subs + sub, tl.max(order_key(value), 1), mask=sub < subs)
+    # The largest float, then its key, is a seventh of the instructions; the interpreter has no such maximum.
+    keys = tl.max(order_key(value), 1) if INTERPRETED else order_key(tl.reduce(value, 1, _larger))
+    tl.store(peaks + row * subs + sub, keys, mask=sub < subs)
     if than is not None:
         own = tl.load(values + row * step + tl.load(than + row * than_step)).to(tl.float32)
         reached = ((value >= own) & (place < width)).to(tl.int32)
         tl.store(counts + row * chunks + chunk, tl.sum(tl.sum(reached, 1), 0))
     if totals is not None:
-        peak = tl.max(tl.max(value, 1), 0)
+        peak = float_of(tl.max(keys, 0))
         tl.store(totals + row * chunks + chunk, peak)
         tl.store(totals + (rows + row) * chunks + chunk, tl.sum(tl.sum(tl.exp(value - finite(peak)), 1), 0))
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any, ClassVar
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -336,6 +337,7 @@ def test_a_shared_block_is_copied_and_written_in_one_step(unchecked_records: Non
     worlds.drain()
 
 
+@pytest.mark.slow
 def test_foretold_tokens_come_in_both_worlds_whatever_happens(unchecked_records: None) -> None:
     run_state_machine_as_test(ToyMachine, settings=examples(1, stateful_step_count=25))
 

@@ -5,7 +5,8 @@
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer $OURS --tool memcheck python -P tests/bench/gpu_sanitize.py
     compute-sanitizer $OURS --tool racecheck python -P tests/bench/gpu_sanitize.py
 
-Only our kernels are watched, whose names begin so: those of torch that check them would take many times as long. A part of them, as `1/4` (the second of four), lets several runs share the work.
+Only our kernels are watched, whose names begin so: those of torch that check them would take many times as long. A part
+of the checks, as `1/4` (the second of four), lets several runs share the work.
 
 Without torch's cache every tensor is an allocation of its own, so that a step beyond its end is seen. The exit status
 is 1 if a check fails.

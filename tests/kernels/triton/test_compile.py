@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import attrs
+import pytest
 import torch
 
 import purestep.kernels.triton
@@ -28,6 +29,7 @@ LEFT_TO_TORCH = {
 }
 
 
+@pytest.mark.slow
 def test_every_kernel_compiles(tmp_path: Path) -> None:
     """In a process of its own, where kernels are compiled and not interpreted; with a cache that is empty."""
     script = Path(__file__).with_name("compile_for_sm90.py")

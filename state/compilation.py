@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
@@ -53,7 +54,7 @@ def compile_ahead(calls: Iterable[Callable[[], object]]) -> None:
         return run(self, *args, grid=grid, warmup=True, **kwargs)
 
     with (
-        ElementwiseShapes(),  # type: ignore[no-untyped-call]
+        Shapes(),  # type: ignore[no-untyped-call]
         mock.patch.object(JITFunction, "run", only_compile),
         ThreadPoolExecutor(os.cpu_count()) as pool,
         AsyncCompileMode(pool, ignore_errors=True),
@@ -63,10 +64,10 @@ def compile_ahead(calls: Iterable[Callable[[], object]]) -> None:
                 call()
 
 
-class ElementwiseShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives elementwise operations on tensors without memory their results by shape and type.
+class Shapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives operations on tensors without memory, those that steps are made of, their results by shape and type.
 
-    Torch does so by rules in Python, and imports its compiler with the first of them, which takes seconds.
+    Torch does so by rules in Python, and imports its compiler and symbolic mathematics with them, which takes seconds.
     """
 
     @classmethod
@@ -77,14 +78,32 @@ class ElementwiseShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = (args, kwargs or {})
-        tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
-        is_new = torch.Tag.pointwise in func.tags and not func._schema.is_mutable
-        if not is_new or not all(tensor.is_meta for tensor in tensors):
-            return func(*args, **given[1])
-        single = pytree.tree_map(_single, given)
-        shape = torch.broadcast_shapes(*[tensor.shape for tensor in tensors])  # type: ignore[no-untyped-call]
-        return torch.empty(shape, dtype=func(*single[0], **single[1]).dtype, device="meta")
+        settings = kwargs or {}
+        tensors = [leaf for leaf in pytree.tree_leaves((args, settings)) if isinstance(leaf, Tensor)]
+        found = None
+        if not func._schema.is_mutable and all(tensor.is_meta for tensor in tensors):
+            found = _shape_and_type(func, args, settings, tensors)
+        if found is None:
+            return func(*args, **settings)
+        return torch.empty(found[0], dtype=found[1], device="meta")
+
+
+def _shape_and_type(
+    func: Any, args: tuple[Any, ...], settings: dict[str, Any], tensors: list[Tensor]
+) -> tuple[tuple[int, ...], torch.dtype] | None:
+    """Of the result; None where torch is to be asked."""
+    aten = torch.ops.aten
+    if torch.Tag.pointwise in func.tags:
+        own, others = pytree.tree_map(_single, (args, settings))
+        return np.broadcast_shapes(*[tensor.shape for tensor in tensors]), func(*own, **others).dtype
+    if func in (aten.empty_like.default, aten.scatter.value):
+        return args[0].shape, settings.get("dtype") or args[0].dtype
+    if func in (aten.mm.default, aten.mm.dtype):
+        return (len(args[0]), args[1].shape[1]), args[2] if len(args) > 2 else args[0].dtype
+    if func is aten.index.Tensor and None not in args[1]:
+        rows = np.broadcast_shapes(*[index.shape for index in args[1]])
+        return (*rows, *args[0].shape[len(args[1]) :]), args[0].dtype
+    return None
 
 
 def _single(leaf: Any) -> Any:

@@ -5,6 +5,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from purestep.pure.records.batch import BatchLimits
 from purestep.pure.records.inputs import BatchDescriptor
 from purestep.pure.records.layout import SamplerShape
 from purestep.state.buffers import PersistentBuffers
-from purestep.state.compilation import ElementwiseShapes, compile_steps, steps_without_memory
+from purestep.state.compilation import Shapes, compile_steps, steps_without_memory
 from purestep.state.profile import profile_layouts
 from purestep.state.run import BoundStep
 from tests.laws import digest
@@ -58,7 +59,7 @@ def test_elementwise_results_have_the_shapes_and_types_that_they_would_have(
 ) -> None:
     a, b = torch.ones(4, 1, dtype=one), torch.ones(3, dtype=other)
     expected = operation(a, b)
-    with ElementwiseShapes():
+    with Shapes():
         found = operation(a.to("meta"), b.to("meta"))
         chosen = torch.where(found > 0, found, 0.5)
         assert torch.ones(2).add_(1).tolist() == [2, 2]  # what has memory is computed
@@ -66,15 +67,44 @@ def test_elementwise_results_have_the_shapes_and_types_that_they_would_have(
     assert chosen.dtype == torch.where(expected > 0, expected, 0.5).dtype
 
 
-def test_elementwise_results_do_without_torchs_compiler() -> None:
+OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "like": lambda a, i: torch.empty_like(a),
+    "another type": lambda a, i: torch.empty_like(a, dtype=torch.int32),
+    "product": lambda a, i: torch.mm(a, a.T),
+    "rows": lambda a, i: a[i],
+    "a column": lambda a, i: a[:, i],
+    "items": lambda a, i: a[i[:, None], i],
+    "scattered": lambda a, i: a.scatter(1, i[:, None], 0.0),
+    "summed": lambda a, i: a.sum(-1),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_other_results_have_the_shapes_and_types_that_they_would_have(name: str) -> None:
+    a, i = torch.ones(3, 5, dtype=torch.bfloat16), torch.tensor([1, 0, 2])
+    expected = OPERATIONS[name](a, i)
+    with Shapes():
+        found = OPERATIONS[name](a.to("meta"), i.to("meta"))
+    assert (found.device.type, found.shape, found.dtype) == ("meta", expected.shape, expected.dtype)
+
+
+def test_a_product_of_another_type_has_it() -> None:
+    a = torch.empty(3, 5, dtype=torch.bfloat16, device="meta")
+    with Shapes():
+        found = torch.mm(a, a.T, out_dtype=torch.float32)
+    assert (found.shape, found.dtype) == ((3, 3), torch.float32)
+
+
+def test_results_do_without_torchs_compiler() -> None:
     """It takes seconds to import. In a process of its own: other tests need it."""
     script = """
         import sys
         import torch
-        from purestep.state.compilation import ElementwiseShapes
+        from purestep.state.compilation import Shapes
 
-        with ElementwiseShapes():
-            torch.ones(3, device="meta") + 1 > 0
-        assert "torch._dynamo" not in sys.modules
+        with Shapes():
+            a = torch.empty_like(torch.ones(3, 3, device="meta"))
+            torch.mm(a, a) + 1 > 0
+        assert not {"torch._dynamo", "sympy"} & set(sys.modules)
     """
     subprocess.run([sys.executable, "-P", "-c", textwrap.dedent(script)], check=True)

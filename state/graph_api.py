@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import attrs
 import torch
@@ -23,6 +23,7 @@ class Graph(Protocol):
         replay of this one and the last use of its result."""
 
 
+@runtime_checkable
 class GraphApi(Protocol):
     """How to capture. Graphs of one api share their memory, so those captured first should be the largest."""
 

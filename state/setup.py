@@ -73,9 +73,13 @@ def usable_device(device: torch.device | str) -> torch.device:
 def graphs_for(sizes: Sizes, device: torch.device, given: GraphApi | None) -> GraphApi | None:
     """The graphs that were given, or the device's own if it has any and they are wanted.
 
-    Raises: InvalidParameterError for a mode that wants them where there are none.
+    Raises: InvalidParameterError for a mode that wants them where there are none, and for what is no GraphApi.
     """
     mode = sizes.cudagraph_mode
+    if given is not None and (isinstance(given, type) or not isinstance(given, GraphApi)):
+        raise InvalidParameterError(
+            f"graph_api={given!r}: give an object with capture(function) and num_bytes(), as CudaGraphs has, or None"
+        )
     if given is not None or mode is CUDAGraphMode.NONE:
         return given
     if device.type == "cuda":
@@ -126,6 +130,10 @@ def kv_cache_of(
         DeviceMemoryError: the trial run finds no memory left.
     """
     layers, num_bytes = loaded.model.kv_layers, sizes.kv_cache_bytes
+    if not isinstance(kernels, Kernels | None):
+        raise InvalidParameterError(
+            f"kernels={kernels!r}: give a Kernels record, `reference` for example, or None"
+        )
     if not dtype.is_floating_point:
         raise InvalidParameterError(
             f"dtype={dtype}: keys and values are floating-point numbers; use float32 or bfloat16"
@@ -287,7 +295,15 @@ def bind(
     graph_api: GraphApi | None,
     drafter: AnyDrafter = None,
 ) -> BoundStep:
-    """The step on buffers of its own, with the kernels of its device unless others are given."""
+    """The step on buffers of its own, with the kernels of its device unless others are given.
+
+    Raises:
+        InvalidParameterError: what are no Kernels.
+    """
+    if not isinstance(kernels, Kernels | None):
+        raise InvalidParameterError(
+            f"kernels={kernels!r}: give a Kernels record, `reference` for example, or None"
+        )
     if kernels is None:
         kernels = cuda_kernels() if device.type == "cuda" else donating
     own = drafter if isinstance(drafter, Drafter) else None

@@ -1,6 +1,7 @@
 """What a dense decoder of the Llama family is, as plain values."""
 
 from purestep.kernels.record import record
+from purestep.pure.errors import InvalidParameterError
 
 
 @record(static=True)
@@ -31,7 +32,15 @@ class AttentionConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False  # RMS norm over each head's query and key, before rotation
-    sliding_window: tuple[int | None, ...] | None = None  # one entry a layer; None sees everything
+    sliding_window: tuple[int | None, ...] | None = (
+        None  # one entry a layer, at least 1; None sees everything
+    )
+
+    def __attrs_post_init__(self) -> None:
+        if any(window is not None and window < 1 for window in self.sliding_window or ()):
+            raise InvalidParameterError(
+                f"sliding_window={self.sliding_window}: a query sees itself at least, so 1 is the least; None sees all"
+            )
 
     def window_of(self, layer: int) -> int | None:
         """How many positions a query of `layer` sees, itself included; None: all before it."""

@@ -53,6 +53,19 @@ def test_what_is_of_the_wrong_kind_is_refused_by_name(wrong: dict[str, Any], mes
         Sizes(**wrong)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"kernels": "triton"}, "kernels='triton': give a Kernels record"),
+        ({"graph_api": FakeGraphs}, "graph_api=.*FakeGraphs.*: give an object with capture"),
+        ({"graph_api": 3}, "graph_api=3: give an object with capture"),
+    ],
+)
+def test_parts_of_the_wrong_kind_are_refused_by_name(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidParameterError, match=message):
+        Engine((MODEL, PARAMS), **SMALL, **wrong)
+
+
 @pytest.mark.parametrize("pair", [(4, 2), (PARAMS, MODEL), (MODEL,), (MODEL, PARAMS.tree)])
 def test_a_pair_in_memory_is_a_model_and_its_parameters(pair: Any) -> None:
     with pytest.raises(InvalidParameterError, match=r"model=\(.*\): .* given as \(Model, Params\)"):

@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 
 from purestep.kernels.record import replace
 from purestep.kernels.reference import reference
+from purestep.pure.errors import InvalidParameterError
 from purestep.pure.forward import model_forward
+from purestep.pure.models.config import AttentionConfig
 from purestep.pure.models.llama import llama
 from purestep.pure.records.inputs import ModelInputs
 from tests.laws import assert_pure
@@ -150,3 +152,9 @@ def test_given_embeddings_take_the_place_of_ids() -> None:
         model_forward(model, params, i, kv, metadata, kernels=reference)[0] for i in (inputs, embedded)
     )
     assert torch.equal(hidden, given_hidden)
+
+
+@pytest.mark.parametrize("windows", [(0,), (None, -1)])
+def test_a_window_that_holds_nothing_is_refused(windows: tuple[int | None, ...]) -> None:
+    with pytest.raises(InvalidParameterError, match=r"sliding_window=\(.*so 1 is the least"):
+        AttentionConfig(2, 1, 8, sliding_window=windows)

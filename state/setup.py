@@ -150,10 +150,8 @@ def kv_cache_of(
         limits = limits_of(loaded, smallest, sizes, seed=0, drafter=drafter)
         how: Any = {"device": device, "kernels": kernels, "graph_api": None, "drafter": drafter}
         bound = bind(loaded, limits, smallest, sizes, **how)
-        layouts = profile_layouts(limits, sizes.max_num_batched_tokens)
-        if captures:
-            found = wanted_keys(dispatch_keys_of(loaded.model, limits, sizes), sizes)
-            layouts += capture_layouts(found, limits)
+        keys = wanted_keys(dispatch_keys_of(loaded.model, limits, sizes), sizes) if captures else []
+        layouts = profile_layouts(limits, sizes.max_num_batched_tokens) + capture_layouts(keys, limits)
         compile_steps(bound, layouts)
         num_bytes = determine_available_memory(
             bound,

@@ -17,8 +17,10 @@ from purestep.pure.models.llama import llama
 from purestep.pure.record import replace
 from purestep.pure.records.batch import BatchLimits
 from purestep.pure.records.dispatch import CUDAGraphMode
+from purestep.pure.records.layout import Layout
 from purestep.pure.records.sampling_params import SamplingParams
 from purestep.pure.records.state import StepState
+from purestep.state import setup
 from purestep.state.buffers import PersistentBuffers
 from purestep.state.engine import Engine
 from purestep.state.loading.loaded import LoadedModel
@@ -286,7 +288,7 @@ def test_memory_that_others_give_back_meanwhile_spoils_the_measure() -> None:
         )
 
 
-def sized(memory: FakeMemory | None, **sizes: Any) -> Any:
+def sized(memory: FakeMemory | None, *, captures: bool = False, **sizes: Any) -> Any:
     """The cache of an engine with these sizes, on the CPU but for what `memory` says."""
     settings = {
         "block_size": 4,
@@ -301,6 +303,7 @@ def sized(memory: FakeMemory | None, **sizes: Any) -> Any:
         device=torch.device("cpu"),
         kernels=None if memory is None else memory.kernels(),
         memory=memory,
+        captures=captures,
     )
 
 
@@ -312,6 +315,19 @@ def test_a_cache_takes_what_is_left_and_no_more_than_can_be_of_use() -> None:
     assert sized(FakeMemory(), max_num_reqs=8, kv_cache_bytes=50 * PER_BLOCK).num_blocks == 50
     less = sized(FakeMemory(logit_bytes=0), max_num_reqs=1000, gpu_memory_utilization=0.5)
     assert less.num_blocks == (left - 400_000) // PER_BLOCK
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_what_is_to_be_captured_is_compiled_with_what_the_trial_run_launches(
+    captures: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = list[Layout]()
+    monkeypatch.setattr(setup, "compile_steps", lambda bound, layouts: compiled.extend(layouts))
+    sized(FakeMemory(), captures=captures, capture_sizes=(1, 4, 8))
+    trial = [(100, 8), (8, 8)]  # tokens and requests
+    expected = trial + [(n, n) for n in (8, 4, 1) for _ in (1, 2, 3, 4)] * captures
+    sizes = [(layout.bounds.num_tokens, layout.bounds.num_reqs) for layout in compiled]
+    assert sizes == expected
 
 
 def test_without_a_gpu_the_default_is_a_fixed_size() -> None:

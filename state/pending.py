@@ -38,18 +38,32 @@ class Place:
         return np.ndarray(self.shape, self.dtype, allocation.data, self.offset, self.strides)
 
 
+@attrs.frozen(eq=False)
+class Landing:
+    """Memory of the host for one copy, pinned where it comes from a GPU, and the event behind that."""
+
+    memory: list[Tensor]
+    event: torch.cuda.Event | None
+
+    def read(self) -> list[np.ndarray]:
+        """What has landed, once it has; the memory may be used for another copy then."""
+        if self.event is not None:
+            self.event.synchronize()
+        return [memory.numpy().copy() for memory in self.memory]
+
+
 class Sender(Generic[T]):
     """How a tree of tensors is copied to the host, worked out once for what lies in the same place after every step.
 
     Tensors that share a small allocation on a GPU come in one copy.
     """
 
-    __slots__ = ("_events", "_is_cuda", "_places", "_sources", "_spec")
+    __slots__ = ("_is_cuda", "_places", "_sources", "_spare", "_spec")
 
     def __init__(self, tree: T) -> None:
         leaves, self._spec = pytree.tree_flatten(tree)
         self._is_cuda = any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in leaves)
-        self._events: list[torch.cuda.Event] = []  # of earlier copies, to be recorded again
+        self._spare: list[Landing] = []  # of copies that were taken in
         self._sources: list[Tensor] = []
         self._places: list[
             tuple[int, Place | None] | None
@@ -71,16 +85,20 @@ class Sender(Generic[T]):
 
     def send(self) -> "ToHost[T]":
         """Copy what the tensors hold now."""
-        event = None
-        copies = [_on_its_way(source) for source in self._sources]
-        if self._is_cuda:
-            event = self._events.pop() if self._events else torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-        return ToHost(self, copies, event)
+        landing = self._spare.pop() if self._spare else self._new_landing()
+        for memory, source in zip(landing.memory, self._sources, strict=True):
+            memory.copy_(source, non_blocking=True)
+        if landing.event is not None:
+            landing.event.record()
+        return ToHost(self, landing)
 
-    def passed(self, event: torch.cuda.Event) -> None:
-        """Nobody asks for this event of a copy any more."""
-        self._events.append(event)
+    def _new_landing(self) -> Landing:
+        memory = [torch.empty(s.shape, dtype=s.dtype, pin_memory=s.is_cuda) for s in self._sources]
+        return Landing(memory, torch.cuda.Event() if self._is_cuda else None)  # type: ignore[no-untyped-call]
+
+    def spare(self, landing: Landing) -> None:
+        """This memory is free for another copy: pinned memory is too dear to be asked for anew each time."""
+        self._spare.append(landing)
 
     def unpacked(self, copies: list[np.ndarray]) -> T:
         """The tree, of copies of what was sent."""
@@ -96,21 +114,23 @@ class ToHost(Generic[T]):
     behind what made the tensors; `result` waits for them and for nothing that came later.
     """
 
-    __slots__ = ("_copies", "_event", "_sender")
+    __slots__ = ("_copies", "_landing", "_sender")
 
-    def __init__(self, sender: Sender[T], copies: list[Tensor], event: torch.cuda.Event | None) -> None:
+    def __init__(self, sender: Sender[T], landing: Landing) -> None:
         self._sender = sender
-        self._copies = copies
-        self._event = event
+        self._landing: Landing | None = landing
+        self._copies: list[np.ndarray] = []
 
     def result(self) -> T:
         """The same tree of numpy arrays."""
-        event = self._event
-        if event is not None:
-            event.synchronize()
-            self._event = None
-            self._sender.passed(event)
-        return self._sender.unpacked([copy.numpy() for copy in self._copies])
+        landing = self._landing
+        if (
+            landing is not None
+        ):  # in this order, so that no interrupt gives others memory that is to be read again
+            self._copies = landing.read()
+            self._landing = None
+            self._sender.spare(landing)
+        return self._sender.unpacked(self._copies)
 
 
 class Pending:
@@ -134,9 +154,3 @@ def to_host(tree: T) -> ToHost[T]:
 
 def _found(copy: np.ndarray, place: Place | None) -> np.ndarray:
     return copy if place is None else place.within(copy)
-
-
-def _on_its_way(source: Tensor) -> Tensor:
-    if not source.is_cuda:
-        return source.clone()
-    return torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source, non_blocking=True)

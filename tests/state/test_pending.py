@@ -40,3 +40,21 @@ def test_a_tree_comes_to_the_host_as_it_was_when_it_was_sent() -> None:
     assert np.array_equal(first.result()["b"], [True, False]) and np.array_equal(
         second.result()["b"], [True, False]
     )
+
+
+def test_memory_is_used_again_once_a_copy_was_taken_in_and_not_before() -> None:
+    a = torch.arange(3)
+    sender = Sender([a])
+    before = sender.send()
+    (taken,) = before.result()
+    a.add_(1)
+    waiting, others = sender.send(), sender.send()
+    a.add_(1)
+    (last,) = sender.send().result()
+    assert [x.tolist() for x in (taken, *waiting.result(), *others.result(), last)] == [
+        [0, 1, 2],
+        [1, 2, 3],
+        [1, 2, 3],
+        [2, 3, 4],
+    ]
+    assert before.result()[0] is not None and np.array_equal(before.result()[0], [0, 1, 2])

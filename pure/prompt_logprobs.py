@@ -20,9 +20,10 @@ from purestep.pure.records.outputs import LogprobsTensors
 from purestep.pure.rows import occupied
 
 ABSENT_ID, ABSENT_RANK = -1, 0
-MAX_SCORED_ROWS = (
-    1024  # rows of logits that are there at once: those of a whole prompt may not fit the device
-)
+# Rows of logits that are there at once, since those of a whole prompt may not fit the device; fewer where whole rows
+# are sorted, which takes several times their memory.
+MAX_SCORED_ROWS, MAX_SORTED_ROWS = 512, 128
+SORTED_FROM = 1024  # log-probabilities of a token
 
 
 @record(static=True)
@@ -80,19 +81,21 @@ def prompt_chunks(batch: InputBatch, req_ids: Container[str]) -> tuple[PromptChu
 
 
 def slices(chunk: PromptChunk) -> tuple[PromptChunk, ...]:
-    """The chunk in parts of MAX_SCORED_ROWS at most; itself if it has no more."""
-    num_rows = len(chunk.targets)
-    if num_rows <= MAX_SCORED_ROWS:
+    """The chunk in parts of so many rows as there may be at once; itself if it has no more."""
+    num_rows, most = len(chunk.targets), MAX_SCORED_ROWS
+    if chunk.num_logprobs > SORTED_FROM:
+        most = min(most, MAX_SORTED_ROWS)
+    if num_rows <= most:
         return (chunk,)
     return tuple(
         replace(
             chunk,
             first_token=chunk.first_token + start,
             first_row=chunk.first_row + start,
-            targets=chunk.targets[start : start + MAX_SCORED_ROWS],
-            is_last=chunk.is_last and start + MAX_SCORED_ROWS >= num_rows,
+            targets=chunk.targets[start : start + most],
+            is_last=chunk.is_last and start + most >= num_rows,
         )
-        for start in range(0, num_rows, MAX_SCORED_ROWS)
+        for start in range(0, num_rows, most)
     )
 
 

@@ -316,16 +316,21 @@ def _logprobs(
         own = logits if mode.startswith("raw") else final
         if mode == "processed_logits" and shape.random:
             own = own + kernels.temperature_offset(processed, params["temperature"])
-        if mode.endswith("logprobs"):
-            *table, lowered = kernels.score(own, tokens, shape.num_logprobs or 0)
-        else:
-            table, lowered = kernels.gather_logprobs(own, tokens, shape.num_logprobs or 0), 0.0
-        if extras.token_ids is not None:
-            of_ids = kernels.gather_ids(own, extras.token_ids)
-            table = *table, of_ids if mode.endswith("logits") else of_ids - lowered[:, None]
-        found = tuple(table) if not found else _chosen(params, mode, table, found)
+        table = _table(own, tokens, shape.num_logprobs or 0, extras.token_ids, mode, kernels)
+        found = _chosen(params, mode, table, found) if found else table
     whole = None if shape.num_logprobs is None else LogprobsTensors(*found[:3])
     return whole, None if extras.token_ids is None else found[3]
+
+
+def _table(
+    logits: Tensor, tokens: Tensor, num_logprobs: int, token_ids: Tensor | None, mode: str, kernels: Kernels
+) -> tuple[Tensor, ...]:
+    """Ids, values and ranks; behind them the values of chosen ids, if any. All are logits, or log-probabilities."""
+    of_ids = () if token_ids is None else (kernels.gather_ids(logits, token_ids),)
+    if mode.endswith("logits"):
+        return *kernels.gather_logprobs(logits, tokens, num_logprobs), *of_ids
+    *table, by = kernels.score(logits, tokens, num_logprobs)
+    return *table, *[(values - by[:, :1]) - by[:, 1:] for values in of_ids]  # as `score` lowers its own
 
 
 def _chosen(

@@ -91,16 +91,16 @@ class Shapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _shape_and_type(
     func: Any, args: tuple[Any, ...], settings: dict[str, Any], tensors: list[Tensor]
 ) -> tuple[tuple[int, ...], torch.dtype] | None:
-    """Of the result; None where torch is to be asked."""
+    """Of the result, whose items lie in order; None where torch is to be asked."""
     aten = torch.ops.aten
-    if torch.Tag.pointwise in func.tags:
+    if torch.Tag.pointwise in func.tags and len(func._schema.returns) == 1:
         own, others = pytree.tree_map(_single, (args, settings))
         return np.broadcast_shapes(*[tensor.shape for tensor in tensors]), func(*own, **others).dtype
-    if func in (aten.empty_like.default, aten.scatter.value):
+    if func in (aten.empty_like.default, aten.scatter.value) and "device" not in settings:
         return args[0].shape, settings.get("dtype") or args[0].dtype
-    if func in (aten.mm.default, aten.mm.dtype):
+    if func in (aten.mm.default, aten.mm.dtype) and args[0].shape[1] == len(args[1]):
         return (len(args[0]), args[1].shape[1]), args[2] if len(args) > 2 else args[0].dtype
-    if func is aten.index.Tensor and None not in args[1]:
+    if func is aten.index.Tensor and all(i is not None and i.dtype != torch.bool for i in args[1]):
         rows = np.broadcast_shapes(*[index.shape for index in args[1]])
         return (*rows, *args[0].shape[len(args[1]) :]), args[0].dtype
     return None

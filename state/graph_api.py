@@ -90,17 +90,21 @@ class CudaGraphs:
         """Run the function once, so that kernels are compiled and handles made, then capture it."""
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            function()
-            graph.capture_begin(pool=self._pool)
-            try:
-                result = function()
-            except BaseException:
-                with suppress(RuntimeError):  # what was captured is no graph, as the error says that goes on
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                function()
+                graph.capture_begin(pool=self._pool)
+                try:
+                    result = function()
+                except BaseException:
+                    with suppress(
+                        RuntimeError
+                    ):  # what was captured is no graph, as the error says that goes on
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
+        finally:  # what runs next may write what the function still reads
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return CudaGraph(graph, result)
 
     def num_bytes(self) -> int:

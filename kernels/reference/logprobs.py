@@ -23,14 +23,22 @@ def gather_logprobs(logprobs: Tensor, ids: Tensor, num_logprobs: int) -> tuple[T
 
 
 def score(logits: Tensor, ids: Tensor, num_logprobs: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`gather_logprobs` of logits [reqs, vocab], whose values come back as log-probabilities; and what lowers a row's
-    logits to those: its logsumexp [reqs].
+    """`gather_logprobs` of logits [reqs, vocab], whose values come back as log-probabilities; and by what the logits
+    of a row are lowered to those, as `lowered` does it: [reqs, 2].
 
-    So values are NaN, or -inf, in a row of -inf alone, one with +inf and one with NaN.
+    The second is the logarithm of what the first leaves, the largest logit: so logits of any size keep their digits.
+    Values are NaN, or -inf, in a row of -inf alone, one with +inf and one with NaN.
     """
     tokens, values, ranks = gather_logprobs(logits, ids, num_logprobs)
-    lowered = logits.logsumexp(-1)
-    return tokens, values - lowered[:, None], ranks, lowered
+    peak = logits.detach().amax(-1)
+    peak = torch.where(peak.isinf(), 0.0, peak)
+    by = torch.stack([peak, (logits - peak[:, None]).exp().sum(-1).log()], -1)
+    return tokens, lowered(values, by), ranks, by
+
+
+def lowered(values: Tensor, by: Tensor) -> Tensor:
+    """Log-probabilities of logits [reqs, n], by what `score` says of their rows."""
+    return (values - by[:, :1]) - by[:, 1:]
 
 
 def gather_ids(logprobs: Tensor, ids: Tensor) -> Tensor:

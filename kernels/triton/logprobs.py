@@ -43,13 +43,16 @@ def gather_logprobs(logprobs: Tensor, ids: Tensor, num_logprobs: int) -> tuple[T
 def score(logits: Tensor, ids: Tensor, num_logprobs: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The same of logits [reqs, vocab], whose values come back as log-probabilities: rows are read once for both.
 
-    Also what the logits were lowered by, float32 [reqs].
+    They and what logits were lowered by, [reqs, 2], are float32. More than 1,024 are sorted by the reference, and
+    lowered by the same numbers.
     """
+    by = torch.empty(len(logits), 2, dtype=torch.float32, device=logits.device)
+    num_here = num_logprobs if num_logprobs <= MOST else 0
+    table = gather_by(logits, ids, num_here, sub_block=SUB_BLOCK, capacity=CAPACITY, by=by)
     if num_logprobs > MOST:
-        return by_sorting.score(logits, ids, num_logprobs)
-    lowered = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    table = gather_by(logits, ids, num_logprobs, sub_block=SUB_BLOCK, capacity=CAPACITY, lowered=lowered)
-    return *table, lowered
+        tokens, values, ranks = by_sorting.gather_logprobs(logits, ids, num_logprobs)
+        table = tokens, by_sorting.lowered(values.float(), by), ranks
+    return *table, by
 
 
 def gather_by(
@@ -59,21 +62,21 @@ def gather_by(
     *,
     sub_block: int,
     capacity: int,
-    lowered: Tensor | None = None,
+    by: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`gather_logprobs` with another size of sub-blocks and of lists: they change the way, not the result.
 
-    Values are lowered to log-probabilities if there is a `lowered` [reqs] to be filled with by what.
+    Values are lowered to log-probabilities if there is a `by` [reqs, 2] to be filled with by what.
     """
-    check_floats("gather_logprobs", logprobs)
-    check_rows("gather_logprobs", logprobs=logprobs)
+    name = "gather_logprobs" if by is None else "score"
+    check_floats(name, logprobs)
+    check_rows(name, logprobs=logprobs)
     (reqs, vocab), n, device = logprobs.shape, num_logprobs, logprobs.device
-    peaks, counts, totals = survey(logprobs, sub_block, than=ids, sums=lowered is not None)
+    peaks, counts, totals = survey(logprobs, sub_block, than=ids, sums=by is not None)
     assert counts is not None
     out_ids = torch.empty(reqs, n + 1, dtype=torch.int32, device=device)
-    out_values = torch.empty(
-        reqs, n + 1, dtype=logprobs.dtype if lowered is None else torch.float32, device=device
-    )
+    kind = logprobs.dtype if by is None else torch.float32
+    out_values = torch.empty(reqs, n + 1, dtype=kind, device=device)
     ranks = torch.empty(reqs, dtype=torch.int64, device=device)
     if reqs:
         subs, most = next_power_of_2(peaks.shape[1]), max(next_power_of_2(n), 16)
@@ -81,7 +84,7 @@ def gather_by(
         values = torch.empty(reqs, capacity, dtype=torch.float32, device=device)
         winners = torch.empty(reqs, most, dtype=torch.int64, device=device)
         _gather[(reqs,)](
-            logprobs, ids, peaks, counts, totals, lowered, scratch, values, winners, out_ids, out_values, ranks,
+            logprobs, ids, peaks, counts, totals, by, scratch, values, winners, out_ids, out_values, ranks,
             logprobs.stride(0), ids.stride(0), vocab, peaks.shape[1], counts.shape[1], reqs, N=n, MOST=most,
             SUB=sub_block, SUBS=subs, CAPACITY=capacity, CHUNKS=next_power_of_2(counts.shape[1]), num_warps=8,
         )  # fmt: skip
@@ -112,7 +115,7 @@ def _collect(values, ids, count, highest, winners, N: tl.constexpr, HAS_IDS: tl.
 
 @triton.jit(do_not_specialize=["subs", "reqs"], do_not_specialize_on_alignment=["ids"])
 def _gather(
-    logprobs, ids, peaks, counts, totals, lowered, scratch, values, winners, out_ids, out_values, ranks, step, ids_step,
+    logprobs, ids, peaks, counts, totals, by, scratch, values, winners, out_ids, out_values, ranks, step, ids_step,
     vocab, subs, chunks, reqs, N: tl.constexpr, MOST: tl.constexpr, SUB: tl.constexpr, SUBS: tl.constexpr,
     CAPACITY: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
@@ -125,11 +128,13 @@ def _gather(
     out_values += row * (N + 1)
     own = tl.load(ids + row * ids_step)
     tl.store(out_ids, own.to(tl.int32))
-    by = 0.0
+    peak = 0.0
+    log_sum = 0.0
     if totals is not None:
-        by = _logsumexp(totals + row * chunks, totals + (reqs + row) * chunks, chunks, CHUNKS)
-        tl.store(lowered + row, by)
-    tl.store(out_values, tl.load(logprobs + own) - by)
+        peak, log_sum = _normalizer(totals + row * chunks, totals + (reqs + row) * chunks, chunks, CHUNKS)
+        tl.store(by + row * 2, peak)
+        tl.store(by + row * 2 + 1, log_sum)
+    tl.store(out_values, (tl.load(logprobs + own) - peak) - log_sum)
     sub = tl.arange(0, SUBS)
     keys = tl.load(peaks + row * subs + sub, mask=sub < subs, other=SMALLEST_KEY)
     highest = tl.max(keys, 0)
@@ -139,7 +144,7 @@ def _gather(
         is_first = (order_key(value) == highest) & (place < vocab)
         token = tl.min(tl.where(is_first, place, LARGEST_KEY), 0)
         tl.store(out_ids + 1, token)
-        tl.store(out_values + 1, tl.load(logprobs + token) - by)
+        tl.store(out_values + 1, (tl.load(logprobs + token) - peak) - log_sum)
     elif N > 1:
         listed, list_ids = scratch + row * (SUBS + CAPACITY), scratch + row * (SUBS + CAPACITY) + SUBS
         values += row * CAPACITY
@@ -160,18 +165,20 @@ def _gather(
         number = tl.load(winners + place, mask=place < N, other=-9223372036854775808)
         token = (tl.sort(number, descending=True) & 0x7FFFFFFF).to(tl.int32) ^ 0x7FFFFFFF
         tl.store(out_ids + 1 + place, token, mask=place < N)
-        value = tl.load(logprobs + token, mask=place < N, other=0.0) - by
-        tl.store(out_values + 1 + place, value, mask=place < N)
+        value = tl.load(logprobs + token, mask=place < N, other=0.0)
+        tl.store(out_values + 1 + place, (value - peak) - log_sum, mask=place < N)
 
 
 @triton.jit
-def _logsumexp(peaks, sums, chunks, CHUNKS: tl.constexpr):
-    """Of a row of which each chunk's largest entry is known, and the sum of exp(entry - that)."""
+def _normalizer(peaks, sums, chunks, CHUNKS: tl.constexpr):
+    """The largest entry of a row (0 if that is infinite) and the logarithm of the sum of exp(entry - that).
+
+    Of each chunk the largest entry is known, and its sum of exp(entry - that).
+    """
     chunk = tl.arange(0, CHUNKS)
     peak = tl.load(peaks + chunk, mask=chunk < chunks, other=float("-inf"))
     total = tl.load(sums + chunk, mask=chunk < chunks, other=0.0)
     base = finite(tl.max(peak, 0))
-    above = tl.where(
-        peak == float("-inf"), 0.0, finite(peak) - base
-    )  # a sum of 0 may not be scaled by infinity
-    return base + tl.log(tl.sum(total * tl.exp(above), 0))
+    # A sum of 0 may not be scaled by infinity.
+    above = tl.where(peak == float("-inf"), 0.0, finite(peak) - base)
+    return base, tl.log(tl.sum(total * tl.exp(above), 0))

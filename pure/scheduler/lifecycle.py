@@ -280,6 +280,8 @@ def _check_config(config: SchedulerConfig) -> None:
 
 def _checked_prompt(config: SchedulerConfig, request: Request, vocab_size: int) -> Tape:
     prompt = request.prompt_token_ids
+    if not isinstance(prompt, tuple):
+        raise TypeError
     if not prompt:
         raise InvalidRequestError(f"request {request.req_id!r} has an empty prompt: give at least one token")
     if len(prompt) >= config.max_model_len:

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from purestep.kernels.reference.logprobs import gather_ids, gather_logprobs, score
+from purestep.kernels.reference.logprobs import gather_ids, gather_logprobs, lowered, score
 
 VOCAB = 6
 ROW = st.lists(st.sampled_from([-3.0, -2.0, -1.0, 0.0]), min_size=VOCAB, max_size=VOCAB)
@@ -46,13 +46,13 @@ def test_named_ids(rows: list[tuple[list[float], int]], ids: list[int]) -> None:
 def test_scores_are_log_probabilities_of_the_same_tokens(row: list[float], data: st.DataObject) -> None:
     logits = torch.tensor([row], dtype=torch.float64)
     chosen, n = torch.tensor([data.draw(st.integers(0, len(row) - 1))]), data.draw(st.integers(0, len(row)))
-    ids, logprobs, ranks, lowered = score(logits, chosen, n)
+    ids, logprobs, ranks, by = score(logits, chosen, n)
     of_logits = gather_logprobs(logits, chosen, n)
     assert torch.equal(ids, of_logits[0]) and torch.equal(ranks, of_logits[2])
     if max(row) > -float("inf"):
         expected = logits.log_softmax(-1)[0, ids[0].long()]
         assert torch.allclose(logprobs[0], expected, rtol=1e-12, atol=1e-12)
-        assert torch.equal(of_logits[1] - lowered[:, None], logprobs)
+        assert torch.equal(lowered(of_logits[1], by), logprobs)
     else:
         assert logprobs.isnan().all()
 

@@ -76,6 +76,7 @@ OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "items": lambda a, i: a[i[:, None], i],
     "scattered": lambda a, i: a.scatter(1, i[:, None], 0.0),
     "summed": lambda a, i: a.sum(-1),
+    "one of two": lambda a, i: torch.frexp(a.float())[1],
 }
 
 

@@ -187,16 +187,16 @@ def test_logits_of_a_whole_prompt_are_never_there_at_once(monkeypatch: pytest.Mo
     assert seen == [5, 5, 1]
 
 
-@given(st.integers(0, 3000))
-def test_slices_are_the_chunk_in_order(num_targets: int) -> None:
-    chunk = PromptChunk("r", 1, 3, 7, tuple(range(num_targets)), 2, 500, True)
+@given(st.integers(0, 2000), st.sampled_from([2, 1024, 1025]))
+def test_slices_are_the_chunk_in_order(num_targets: int, num_logprobs: int) -> None:
+    chunk = PromptChunk("r", 1, 3, 7, tuple(range(num_targets)), num_logprobs, 500, True)
     parts = assert_pure(slices, chunk)
     assert [target for part in parts for target in part.targets] == list(chunk.targets)
     assert [part.is_last for part in parts] == [False] * (len(parts) - 1) + [True]
     done = 0
     for part in parts:
         assert (part.first_token, part.first_row) == (3 + done, 7 + done)
-        assert len(part.targets) <= purestep.pure.prompt_logprobs.MAX_SCORED_ROWS
+        assert len(part.targets) <= (512 if num_logprobs <= 1024 else 128)
         done += len(part.targets)
     rows = [LogprobsTensors(torch.tensor([[n]]), torch.tensor([[n / 2]]), torch.tensor([n])) for n in (4, 5)]
     assert assert_pure(joined, rows).logprobs.tolist() == [[2.0], [2.5]] and joined(rows[:1]) is rows[0]

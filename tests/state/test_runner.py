@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from purestep.kernels.donating import donating
+from purestep.kernels.reference import reference
+from purestep.kernels.reference.logprobs import lowered
 from purestep.pure.dispatch import dispatch_keys
 from purestep.pure.errors import (
     InvalidParameterError,
@@ -247,8 +249,8 @@ def test_chosen_ids_and_kept_mass_are_told_of_the_steps_own_logits(is_async: boo
     logits = state.logits.clone()
     answer: Any = own.sample_tokens()
     result = answer.get_output() if is_async else answer
-    lowered = logits - logits.logsumexp(-1)[:, None]
-    assert result.id_logprobs[0].tolist() == lowered[0, [3, 7]].tolist()
+    by = reference.score(logits, logits.argmax(-1), 0)[3]
+    assert result.id_logprobs[0].tolist() == lowered(logits, by)[0, [3, 7]].tolist()
     whole = (logits[1] / 0.8).log_softmax(-1)
     kept = whole[whole >= whole.topk(6).values[-1]].logsumexp(-1)
     (token,) = result.sampled_token_ids[1]

@@ -48,7 +48,7 @@ from purestep.state.setup import (
     usable_device,
     with_drafter_of,
 )
-from purestep.state.sizes import Sizes
+from purestep.state.sizes import sizes_of
 from purestep.state.submission import (
     Prompt,
     check_request,
@@ -90,7 +90,7 @@ class Engine:
         draft_params: Params | None = None,
         **sizes: Any,
     ) -> None:
-        wanted, dtype, place = Sizes(**sizes), as_dtype(dtype), usable_device(device)
+        wanted, dtype, place = sizes_of(sizes), as_dtype(dtype), usable_device(device)
         graph_api = graphs_for(wanted, place, graph_api)
         loaded = resolve(model, dtype=dtype, device=place, tokenizer=tokenizer)
         self._loaded = with_drafter_of(loaded, drafter, draft_params, dtype=dtype, device=place)

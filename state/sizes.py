@@ -1,5 +1,7 @@
 """`Sizes`: how much an engine holds and does at once, judged when it is said."""
 
+from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 import attrs
@@ -108,3 +110,18 @@ class Sizes:
                 f"calculate_kv_scales with kv_cache_dtype={self.kv_cache_dtype!r}: only 'fp8' is stored by scales; ask "
                 "for that type, or for no scales"
             )
+
+
+def sizes_of(settings: Mapping[str, Any]) -> Sizes:
+    """The sizes with these settings.
+
+    Raises:
+        InvalidParameterError: a name that is none of them, with the one that may be meant.
+    """
+    names = [field.name for field in attrs.fields(Sizes)]
+    for name in settings:
+        if name not in names:
+            near = get_close_matches(name, names, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"they are {', '.join(names)}"
+            raise InvalidParameterError(f"{name}={settings[name]!r}: an engine has no such setting; {hint}")
+    return Sizes(**settings)

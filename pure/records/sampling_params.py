@@ -229,12 +229,20 @@ def _validate_numbers(params: SamplingParams) -> None:
             raise _refusal(f"logit_bias of token {token}", bias, "a finite number")
 
 
-def _is_number(value: object) -> bool:
-    return hasattr(value, "__float__") and not isinstance(value, str)
+def _is_number(value: Any) -> bool:
+    if isinstance(value, float | int):
+        return True
+    return hasattr(value, "__float__") and not getattr(
+        value, "ndim", 0
+    )  # an array is many, or one in disguise
 
 
-def _is_integer(value: object) -> bool:
-    return hasattr(value, "__index__")
+def _is_integer(value: Any) -> bool:
+    try:
+        operator.index(value)
+    except (TypeError, ValueError, RuntimeError):  # as the owners of such types have it
+        return False
+    return True
 
 
 def _validate_counts(params: SamplingParams, vocab_size: int, max_model_len: int) -> None:

@@ -59,6 +59,11 @@ def test_what_is_of_the_wrong_kind_is_refused_by_name(wrong: dict[str, Any], mes
         ({"kernels": "triton"}, "kernels='triton': give a Kernels record"),
         ({"graph_api": FakeGraphs}, "graph_api=.*FakeGraphs.*: give an object with capture"),
         ({"graph_api": 3}, "graph_api=3: give an object with capture"),
+        (
+            {"max_model_length": 3},
+            "max_model_length=3: an engine has no such setting; did you mean max_model_len",
+        ),
+        ({"zzz": None}, "zzz=None: an engine has no such setting; they are kv_cache_bytes, "),
     ],
 )
 def test_parts_of_the_wrong_kind_are_refused_by_name(wrong: dict[str, Any], message: str) -> None:

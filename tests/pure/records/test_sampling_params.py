@@ -6,6 +6,7 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -82,6 +83,8 @@ REFUSED: list[tuple[str, Any]] = [
     *[("allowed_token_ids", ()), ("allowed_token_ids", (5, VOCAB)), ("allowed_token_ids", "abc")],
     *[("logprob_token_ids", ()), ("logprob_token_ids", (5, VOCAB)), ("logprob_token_ids", (0.5,))],
     *[("logits_processors", 3), ("logits_processors", (len,))],
+    *[("seed", torch.tensor(0.5)), ("n", torch.tensor([1, 2])), ("top_k", np.array([1, 2]))],
+    *[("top_p", np.array([1.0])), ("temperature", torch.tensor([0.5, 0.7])), ("min_p", np.array([[0.1]]))],
     *[(flag, value) for flag in FLAGS for value in (None, 1, "no", np.array([True, False]))],
     *[("bad_words_token_ids", ((),)), ("bad_words_token_ids", ((3, -1),)), ("bad_words_token_ids", (3,))],
 ]

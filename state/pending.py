@@ -86,8 +86,7 @@ class Sender(Generic[T]):
     def send(self) -> "ToHost[T]":
         """Copy what the tensors hold now."""
         landing = self._spare.pop() if self._spare else self._new_landing()
-        for memory, source in zip(landing.memory, self._sources, strict=True):
-            memory.copy_(source, non_blocking=True)
+        _copy(landing.memory, self._sources)
         if landing.event is not None:
             landing.event.record()
         return ToHost(self, landing)
@@ -154,3 +153,8 @@ def to_host(tree: T) -> ToHost[T]:
 
 def _found(copy: np.ndarray, place: Place | None) -> np.ndarray:
     return copy if place is None else place.within(copy)
+
+
+def _copy(memory: list[Tensor], sources: list[Tensor]) -> None:
+    for own, source in zip(memory, sources, strict=True):
+        own.copy_(source, non_blocking=True)

@@ -339,7 +339,7 @@ def test_a_shared_block_is_copied_and_written_in_one_step(unchecked_records: Non
 
 @pytest.mark.slow
 def test_foretold_tokens_come_in_both_worlds_whatever_happens(unchecked_records: None) -> None:
-    run_state_machine_as_test(ToyMachine, settings=examples(1, stateful_step_count=25))
+    run_state_machine_as_test(ToyMachine, settings=examples(1, stateful_step_count=18))
 
 
 def test_foretold_tokens_come_whatever_is_guessed(unchecked_records: None) -> None:

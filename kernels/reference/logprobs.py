@@ -30,10 +30,18 @@ def score(logits: Tensor, ids: Tensor, num_logprobs: int) -> tuple[Tensor, Tenso
     Values are NaN, or -inf, in a row of -inf alone, one with +inf and one with NaN.
     """
     tokens, values, ranks = gather_logprobs(logits, ids, num_logprobs)
+    by = normalizer(logits)
+    return tokens, lowered(values, by), ranks, by
+
+
+def normalizer(logits: Tensor) -> Tensor:
+    """By what each row of logits [reqs, vocab] is lowered to log-probabilities, [reqs, 2].
+
+    Its largest one, or 0 where that is infinite, and the logarithm of what all of them sum to then.
+    """
     peak = logits.detach().amax(-1)
     peak = torch.where(peak.isinf(), 0.0, peak)
-    by = torch.stack([peak, (logits - peak[:, None]).exp().sum(-1).log()], -1)
-    return tokens, lowered(values, by), ranks, by
+    return torch.stack([peak, (logits - peak[:, None]).exp().sum(-1).log()], -1)
 
 
 def lowered(values: Tensor, by: Tensor) -> Tensor:

@@ -147,7 +147,11 @@ BUFFER_MUTANTS = [
         "results stay where the next step writes",
         test_buffers.test_a_pending_token_is_read_as_it_was_whatever_padded_steps_were_begun_since,
         pending,
-        {"_on_its_way": lambda leaf: leaf},
+        {
+            "_copy": lambda memory, sources: [
+                own.set_(source) for own, source in zip(memory, sources, strict=True)
+            ]
+        },
         error=SchedulerOutputError,
     ),
     Mutant(

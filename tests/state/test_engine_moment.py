@@ -82,7 +82,7 @@ def something_else(own: Engine, rng: Random) -> None:
             own.add_request(rng.choice(free), rng.choice(PROMPTS), rng.choice(KINDS))
 
 
-@examples(0.2)
+@examples(0.1)
 @given(
     st.randoms(use_true_random=False),
     st.sampled_from([0, 1, 2]),

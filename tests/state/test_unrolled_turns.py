@@ -93,7 +93,7 @@ def both(unroll: int, doing: Callable[[Engine], Any], **changes: Any) -> tuple[A
     return done[0], done[1]
 
 
-@examples(0.02)  # an example makes two engines with all their graphs
+@examples(0.012)  # an example makes two engines with all their graphs
 @given(
     st.lists(st.tuples(st.sampled_from(PROMPTS), PARAMETERS), min_size=1, max_size=4),
     st.integers(2, 8),
@@ -206,7 +206,7 @@ def test_logits_that_are_nan_end_a_request_where_they_would(place: int, steps_ah
     assert (tokens, reason, others) == (whole[: place + 1], "error", other)
 
 
-@examples(0.02)  # an example makes two engines with all their graphs
+@examples(0.012)  # an example makes two engines with all their graphs
 @given(
     st.integers(2, 6),
     st.integers(1, 5),

@@ -32,9 +32,8 @@ class AttentionConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False  # RMS norm over each head's query and key, before rotation
-    sliding_window: tuple[int | None, ...] | None = (
-        None  # one entry a layer, at least 1; None sees everything
-    )
+    # one entry a layer, at least 1; None sees everything
+    sliding_window: tuple[int | None, ...] | None = None
 
     def __attrs_post_init__(self) -> None:
         if any(window is not None and window < 1 for window in self.sliding_window or ()):

@@ -8,7 +8,6 @@ from typing import Any
 import attrs
 import torch
 
-from purestep.kernels.donating import donating
 from purestep.kernels.types import Kernels
 from purestep.pure.dispatch import dispatch_keys
 from purestep.pure.drafters.joined import with_draft_params, with_drafter
@@ -29,6 +28,7 @@ from purestep.state.device_memory import CudaMemory, DeviceMemory
 from purestep.state.graph_api import CudaGraphs, GraphApi
 from purestep.state.loading.load import load_model
 from purestep.state.loading.loaded import LoadedModel, in_memory
+from purestep.state.native import cpu_kernels
 from purestep.state.profile import determine_available_memory, profile_layouts
 from purestep.state.run import BoundStep
 from purestep.state.sizes import UNROLL, Sizes
@@ -303,7 +303,7 @@ def bind(
             f"kernels={kernels!r}: give a Kernels record, `reference` for example, or None"
         )
     if kernels is None:
-        kernels = cuda_kernels() if device.type == "cuda" else donating
+        kernels = cuda_kernels() if device.type == "cuda" else cpu_kernels()
     own = drafter if isinstance(drafter, Drafter) else None
     buffers = PersistentBuffers(
         loaded.model,

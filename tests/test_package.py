@@ -53,7 +53,7 @@ def test_the_wheel_holds_every_module_once_and_nothing_else(wheel: Path) -> None
         f"purestep/{path.relative_to(ROOT)}"
         for folder in FOLDERS
         for path in (ROOT / folder).rglob("*")
-        if path.suffix == ".py" or path.name == "py.typed"
+        if path.suffix in (".py", ".c", ".h") or path.name == "py.typed"
     }
 
     packed = {name for name in contents(wheel) if ".dist-info/" not in name}

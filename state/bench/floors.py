@@ -93,7 +93,8 @@ def decode_floor_ms(
 ) -> float:
     """Milliseconds in which the weights, once, and the batch's keys and values can be read at `read` bytes per second.
 
-    No step is faster. One of a large batch may be bound by its matrix products instead; that is not in here.
+    No step is faster that reads weights of `itemsize` bytes: the CPU's read those of fewer bits as such. One of a large
+    batch may be bound by its matrix products instead; that is not in here.
     """
     num_bytes = weight_bytes(config, itemsize) + batch * kv_bytes(layers, context, itemsize)
     return num_bytes / read * 1e3

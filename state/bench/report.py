@@ -49,7 +49,10 @@ def notes(rows: Sequence[Row]) -> list[str]:
             "times of no or less than no length: the machine was busy with other things; measure again"
         )
     if any(row.bound is not None and not row.is_rate for row in rows):
-        found.append("floor: weights and the batch's keys and values, read once at the rate measured here")
+        found.append(
+            "floor: weights and the batch's keys and values, read once at the rate measured here; the CPU's kernels "
+            "read weights that a file holds in fewer bits as such, and may be below it"
+        )
     if any(row.bound is not None and row.is_rate for row in rows):
         found.append("prefill: the floor is the rate that matrix products allow, as measured here")
     if any(row.facts.get("includes_step") for row in rows):

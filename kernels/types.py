@@ -113,6 +113,7 @@ class Kernels:
     judge: Function  # (kernels, logits, best, processed, ids, ...) -> ids, stops, has_nan
     gather_logprobs: Function  # (logprobs, ids, num_logprobs) -> ids, logprobs, ranks
     score: Function  # (logits, ids, num_logprobs) -> ids, logprobs, ranks, what logits were lowered by
+    score_hidden: Function  # (kernels, x, weight, ids, num_logprobs) -> the first three, of logits of x
     gather_ids: Function  # (logprobs, ids) -> logprobs
     # speculation
     verify_greedy: Function  # (best, drafts, is_unsound) -> tokens [reqs, k + 1], -1 behind the last; has_nan

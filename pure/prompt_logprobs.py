@@ -7,23 +7,21 @@ found in the prefix cache tell nothing of those behind them, and their rows are 
 from collections.abc import Container, Sequence
 
 import numpy as np
-import torch
-import torch.utils._pytree as pytree
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from purestep.kernels.reference.compositions import in_parts, rows_at_once
 from purestep.kernels.types import Kernels
 from purestep.pure.arrays import frozen
-from purestep.pure.record import record, replace
+from purestep.pure.forward import compute_logits
+from purestep.pure.models.model import Model, linear_head
+from purestep.pure.record import record
 from purestep.pure.records.batch import InputBatch
 from purestep.pure.records.outputs import LogprobsTensors
+from purestep.pure.records.params import Params
 from purestep.pure.rows import occupied
 
 ABSENT_ID, ABSENT_RANK = -1, 0
-# Rows of logits that are there at once, since those of a whole prompt may not fit the device; fewer where whole rows
-# are sorted, which takes several times their memory.
-MAX_SCORED_ROWS, MAX_SORTED_ROWS = 512, 128
-SORTED_FROM = 1024  # log-probabilities of a token
 
 
 @record(static=True)
@@ -32,8 +30,7 @@ class PromptChunk:
 
     req_id: str
     index: int  # of the request in the batch
-    first_token: int  # of its tokens in this step, the first whose successor is scored
-    first_row: int  # of the prompt's table
+    first_row: int  # of the prompt's table, which its first token in this step makes
     targets: tuple[int, ...]  # the prompt tokens that are scored
     num_logprobs: int
     num_rows: int  # of the whole table: every prompt token but the first
@@ -69,7 +66,6 @@ def prompt_chunks(batch: InputBatch, req_ids: Container[str]) -> tuple[PromptChu
             PromptChunk(
                 req_id=req_id,
                 index=index,
-                first_token=0,
                 first_row=first_row,
                 targets=tuple(targets),
                 num_logprobs=batch.limits.vocab_size if wanted in (None, -1) else wanted,
@@ -80,39 +76,26 @@ def prompt_chunks(batch: InputBatch, req_ids: Container[str]) -> tuple[PromptChu
     return tuple(chunks)
 
 
-def slices(chunk: PromptChunk) -> tuple[PromptChunk, ...]:
-    """The chunk in parts of so many rows as there may be at once; itself if it has no more."""
-    num_rows, most = len(chunk.targets), MAX_SCORED_ROWS
-    if chunk.num_logprobs > SORTED_FROM:
-        most = min(most, MAX_SORTED_ROWS)
-    if num_rows <= most:
-        return (chunk,)
-    return tuple(
-        replace(
-            chunk,
-            first_token=chunk.first_token + start,
-            first_row=chunk.first_row + start,
-            targets=chunk.targets[start : start + most],
-            is_last=chunk.is_last and start + most >= num_rows,
-        )
-        for start in range(0, num_rows, most)
-    )
-
-
-def joined(parts: Sequence[LogprobsTensors]) -> LogprobsTensors:
-    """The rows of a chunk's slices, one behind the other."""
-    if len(parts) == 1:
-        return parts[0]
-    rows: LogprobsTensors = pytree.tree_map(lambda *leaves: torch.cat(leaves), *parts)
-    return rows
-
-
 def score_prompt(
-    logits: Tensor, targets: Int[Tensor, " rows"], *, num_logprobs: int, kernels: Kernels
+    model: Model,
+    params: Params,
+    hidden: Float[Tensor, "rows hidden"],
+    targets: Int[Tensor, " rows"],
+    *,
+    num_logprobs: int,
+    kernels: Kernels,
 ) -> LogprobsTensors:
-    """Raw log-probabilities of `targets` and of the likeliest tokens, from the logits [rows, vocab] before them."""
-    ids, logprobs, ranks, _ = kernels.score(logits, targets, num_logprobs)
-    return LogprobsTensors(ids, logprobs, ranks)
+    """Raw log-probabilities of `targets` and of the likeliest tokens, from the hidden states before them."""
+    if model.head is not None and model.head.function is linear_head:
+        weight = model.head.weights(params.tree)
+        return LogprobsTensors(*kernels.score_hidden(kernels, hidden, weight, targets, num_logprobs))
+
+    def scored(hidden: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+        logits = compute_logits(model, params, hidden, None, kernels=kernels)
+        found: tuple[Tensor, ...] = kernels.score(logits, targets, num_logprobs)[:3]
+        return found
+
+    return LogprobsTensors(*in_parts(scored, hidden, targets, rows_at_once(num_logprobs)))
 
 
 def prompt_table(scores: Sequence[PromptScores], *, num_rows: int, num_logprobs: int) -> LogprobsTensors:

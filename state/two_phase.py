@@ -13,11 +13,10 @@ import torch
 from purestep.pure import step
 from purestep.pure.dispatch import determine_batch_execution_and_padding
 from purestep.pure.errors import DispatchError, StaleStateError
-from purestep.pure.forward import compute_logits
 from purestep.pure.grammar import GrammarMask, apply_grammar
 from purestep.pure.models.model import apply
 from purestep.pure.padding import fill_batch, pad_batch
-from purestep.pure.prompt_logprobs import PromptChunk, joined, score_prompt, slices
+from purestep.pure.prompt_logprobs import PromptChunk, score_prompt
 from purestep.pure.propose import propose
 from purestep.pure.records.batch import InputBatch
 from purestep.pure.records.dispatch import BatchExecution, CUDAGraphMode, DispatchKeys
@@ -200,18 +199,19 @@ def prompt_logprobs(
     scores = []
     with torch.no_grad():
         for chunk in chunks:
-            parts = []
-            for part in slices(chunk):
-                targets = upload(np.array(part.targets, np.int32), device)
-                first = value.inputs.query_start_loc[part.index] + part.first_token
-                rows = first + torch.arange(len(targets), device=device)
-                logits = compute_logits(
-                    bound.model, bound.prepared, value.hidden_states, rows, kernels=bound.kernels
+            targets = upload(np.array(chunk.targets, np.int32), device)
+            rows = value.inputs.query_start_loc[chunk.index] + torch.arange(len(targets), device=device)
+            hidden = value.hidden_states.index_select(0, rows)
+            scores.append(
+                score_prompt(
+                    bound.model,
+                    bound.prepared,
+                    hidden,
+                    targets,
+                    num_logprobs=chunk.num_logprobs,
+                    kernels=bound.kernels,
                 )
-                parts.append(
-                    score_prompt(logits, targets, num_logprobs=part.num_logprobs, kernels=bound.kernels)
-                )
-            scores.append(joined(parts))
+            )
     return tuple(scores)
 
 

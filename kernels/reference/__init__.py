@@ -2,7 +2,13 @@
 
 from purestep.kernels.reference.attention import attend
 from purestep.kernels.reference.choose import choose, exponentials, judge
-from purestep.kernels.reference.compositions import attend_qkv, logits, norm_gate_up, norm_linear
+from purestep.kernels.reference.compositions import (
+    attend_qkv,
+    logits,
+    norm_gate_up,
+    norm_linear,
+    score_hidden,
+)
 from purestep.kernels.reference.constraints import add_bias, allow_only, ban_bad_words, ban_tokens
 from purestep.kernels.reference.dense import (
     add_rms_norm,
@@ -75,6 +81,7 @@ reference = Kernels(
     judge=judge,
     gather_logprobs=gather_logprobs,
     score=score,
+    score_hidden=score_hidden,
     gather_ids=gather_ids,
     verify_greedy=verify_greedy,
     count_accepted=count_accepted,

@@ -3,10 +3,17 @@
 Each is given the set itself first, so that a set which replaces one part changes what is made of it.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from purestep.kernels.types import Kernels
+
+# Rows of logits that are there at once, since those of a whole prompt may not fit the device; fewer where whole rows
+# are sorted, which takes several times their memory.
+MAX_SCORED_ROWS, MAX_SORTED_ROWS = 512, 128
+SORTED_FROM = 1024  # log-probabilities of a token
 
 
 def logits(kernels: Kernels, x: Tensor, weight: Tensor) -> Tensor:
@@ -17,6 +24,35 @@ def logits(kernels: Kernels, x: Tensor, weight: Tensor) -> Tensor:
     y = kernels.linear(x, weight, None)
     wide: Tensor = y.to(torch.promote_types(y.dtype, torch.float32))
     return wide
+
+
+def score_hidden(
+    kernels: Kernels, x: Tensor, weight: Tensor, ids: Tensor, num_logprobs: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`score` of `logits`, but for what those were lowered by: token ids, log-probabilities and ranks.
+
+    x [n, in]; weight [vocab, in] as `prepare` gave it; ids int [n]. Logits of all rows are never there at once.
+    """
+
+    def scored(x: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = kernels.score(kernels.logits(kernels, x, weight), ids, num_logprobs)[:3]
+        return found
+
+    return in_parts(scored, x, ids, rows_at_once(num_logprobs))
+
+
+def rows_at_once(num_logprobs: int) -> int:
+    """Of how many rows there may be logits, if so many likeliest tokens are looked for."""
+    return MAX_SCORED_ROWS if num_logprobs <= SORTED_FROM else min(MAX_SCORED_ROWS, MAX_SORTED_ROWS)
+
+
+def in_parts(
+    scored: Callable[[Tensor, Tensor], tuple[Tensor, ...]], x: Tensor, ids: Tensor, most: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What is `scored` of rows x [n, ...] and ids [n], given so many of them at once at most."""
+    parts = [scored(x[at : at + most], ids[at : at + most]) for at in range(0, max(len(x), 1), most)]
+    tokens, logprobs, ranks = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
+    return tokens, logprobs, ranks
 
 
 def norm_linear(

@@ -30,6 +30,7 @@ def cuda_donating() -> Kernels:
     from purestep.kernels.triton.draw import draw, greedy, scale_by_temperature
     from purestep.kernels.triton.ends import advance, lay_out
     from purestep.kernels.triton.grammar import apply_grammar_bitmask
+    from purestep.kernels.triton.hidden_scores import score_hidden
     from purestep.kernels.triton.layout import ragged_index, take_rows
     from purestep.kernels.triton.linear import linear, logits, norm_gate_up, norm_linear
     from purestep.kernels.triton.logprobs import gather_logprobs, score
@@ -71,6 +72,7 @@ def cuda_donating() -> Kernels:
         judge=judge,
         gather_logprobs=gather_logprobs,
         score=score,
+        score_hidden=score_hidden,
         **_speculation(),
     )
 

@@ -84,12 +84,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def logits(kernels: Kernels, x: Tensor, weight: Tensor) -> Tensor:
     """x [n, in] times the transpose of weight [vocab, in], as it was summed: float32 [n, vocab]."""
-    tile = _tile(x, weight) if _is_own(kernels) else None
+    tile = _tile(x, weight) if is_own(kernels) else None
     if isinstance(tile, GemvTile):
         return gemv(x.flatten(), weight, out_dtype=torch.float32, tile=tile)[0].view(*x.shape[:-1], -1)
     if isinstance(tile, SkinnyTile):
         return skinny(x.flatten(0, -2), weight, out_dtype=torch.float32, tile=tile).view(*x.shape[:-1], -1)
-    if x.is_cuda and x.ndim == 2 and x.dtype.itemsize == 2 and x.dtype == weight.dtype and _is_own(kernels):
+    if x.is_cuda and x.ndim == 2 and x.dtype.itemsize == 2 and x.dtype == weight.dtype and is_own(kernels):
         return torch.mm(x, weight.T, out_dtype=torch.float32)
     return compositions.logits(kernels, x, weight)
 
@@ -104,7 +104,7 @@ def norm_linear(
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """linear of the RMS norm of x + residual, and x + residual; one kernel for one row."""
-    tile = _tile(x, weight, bias, gain, residual, normed=True) if _is_own(kernels) else None
+    tile = _tile(x, weight, bias, gain, residual, normed=True) if is_own(kernels) else None
     if isinstance(tile, GemvTile):
         return _normed_gemv(x, residual, Norm(gain, eps), weight, bias, tile, gated=False)
     return compositions.norm_linear(kernels, x, residual, gain, eps, weight, bias)
@@ -114,7 +114,7 @@ def norm_gate_up(
     kernels: Kernels, x: Tensor, residual: Tensor | None, gain: Tensor, eps: float, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
     """silu(gate) * up of the RMS norm of x + residual, and x + residual; one kernel for one row, two for a few."""
-    tile = _tile(x, weight, gain, residual, gated=True, normed=True) if _is_own(kernels) else None
+    tile = _tile(x, weight, gain, residual, gated=True, normed=True) if is_own(kernels) else None
     if isinstance(tile, GemvTile):
         return _normed_gemv(x, residual, Norm(gain, eps), weight, None, tile, gated=True)
     if isinstance(tile, SkinnyTile):
@@ -141,7 +141,7 @@ def _normed_gemv(
     return out.view(*x.shape[:-1], -1), total.view(x.shape)
 
 
-def _is_own(kernels: Kernels) -> bool:
+def is_own(kernels: Kernels) -> bool:
     """Whether the parts that the fused kernels stand for are ours: a set with another part is composed of its parts."""
     parts = (kernels.linear, kernels.rms_norm, kernels.add_rms_norm, kernels.silu_and_mul)
     return parts == (linear, rms_norm, add_rms_norm, silu_and_mul)

@@ -131,7 +131,7 @@ def _gather(
     peak = 0.0
     log_sum = 0.0
     if totals is not None:
-        peak, log_sum = _normalizer(totals + row * chunks, totals + (reqs + row) * chunks, chunks, CHUNKS)
+        peak, log_sum = normalizer(totals + row * chunks, totals + (reqs + row) * chunks, chunks, CHUNKS)
         tl.store(by + row * 2, peak)
         tl.store(by + row * 2 + 1, log_sum)
     tl.store(out_values, (tl.load(logprobs + own) - peak) - log_sum)
@@ -170,7 +170,7 @@ def _gather(
 
 
 @triton.jit
-def _normalizer(peaks, sums, chunks, CHUNKS: tl.constexpr):
+def normalizer(peaks, sums, chunks, CHUNKS: tl.constexpr):
     """The largest entry of a row (0 if that is infinite) and the logarithm of the sum of exp(entry - that).
 
     Of each chunk the largest entry is known, and its sum of exp(entry - that).

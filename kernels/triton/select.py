@@ -60,7 +60,7 @@ def _survey(
     place = sub[:, None] * SUB + tl.arange(0, SUB)[None, :]
     value = tl.load(values + row * step + place, mask=place < width, other=float("-inf")).to(tl.float32)
     # The largest float, then its key, is a seventh of the instructions; the interpreter has no such maximum.
-    keys = tl.max(order_key(value), 1) if INTERPRETED else order_key(tl.reduce(value, 1, _larger))
+    keys = tl.max(order_key(value), 1) if INTERPRETED else order_key(tl.reduce(value, 1, larger))
     tl.store(peaks + row * subs + sub, keys, mask=sub < subs)
     if than is not None:
         own = tl.load(values + row * step + tl.load(than + row * than_step)).to(tl.float32)
@@ -73,7 +73,7 @@ def _survey(
 
 
 @triton.jit
-def _larger(a, b):
+def larger(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 

@@ -88,12 +88,13 @@ def early_launch() -> dict[str, bool]:
     timing. A kernel that ends has waited for the one before it, so that waiting for one is waiting for all.
     Source: https://docs.nvidia.com/cuda/cuda-c-programming-guide (programmatic dependent launch).
     """
-    early = _can_begin_early()
+    early = is_hopper_or_later()
     return {"EARLY": early, "launch_pdl": early}
 
 
 @functools.cache
-def _can_begin_early() -> bool:
+def is_hopper_or_later() -> bool:
+    """Whether the device has early launches and copies of tiles."""
     if INTERPRETED.value:
         return False
     target = triton.runtime.driver.active.get_current_target()

@@ -4,13 +4,11 @@ What is carried between pieces is (cos, sin, hidden), and from the first layer o
 residual): each sub-layer's output is added to the residual by the norm that follows it.
 """
 
-from typing import Any
-
 from torch import Tensor
 
 from purestep.kernels.types import Kernels
 from purestep.pure.models.config import ModelConfig
-from purestep.pure.models.model import KVLayerSpec, Model, Piece
+from purestep.pure.models.model import KVLayerSpec, Model, Piece, linear_head
 from purestep.pure.models.rope import rope_cos_sin
 from purestep.pure.records.inputs import AttentionMetadata, ModelInputs
 
@@ -63,7 +61,7 @@ def llama(config: ModelConfig, *, name: str = "llama", groups: tuple[int, ...] |
     return Model(
         name=name,
         pieces=tuple(pieces),
-        head=Piece(name="head", function=head, path=head_path),
+        head=Piece(name="head", function=linear_head, path=head_path),
         kv_layers=kv_layers,
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,
@@ -167,10 +165,3 @@ def norm(
     _, _, hidden, residual = carried
     hidden, _ = kernels.add_rms_norm(hidden, residual, weights, piece.config.rms_norm_eps)
     return (hidden,)
-
-
-def head(
-    piece: Piece, weights: Any, carried: Carried, inputs: ModelInputs | None, *, kernels: Kernels
-) -> Carried:
-    """Logits of the given hidden states."""
-    return (kernels.logits(kernels, carried[0], weights),)

@@ -86,6 +86,18 @@ def _with_leaf(tree: Any, path: tuple[str | int, ...], change: Callable[[Any], A
     return tuple(_with_leaf(x, rest, change) if i == key else x for i, x in enumerate(tree))
 
 
+def linear_head(
+    piece: Piece,
+    weights: Any,
+    carried: tuple[Tensor, ...],
+    inputs: ModelInputs | None,
+    *,
+    kernels: Kernels,
+) -> tuple[Tensor, ...]:
+    """A head that is a weight and nothing else: logits of the given hidden states."""
+    return (kernels.logits(kernels, carried[0], weights),)
+
+
 def apply(
     piece: Piece,
     weights: Any,

@@ -131,7 +131,7 @@ def separate(
 @contextlib.contextmanager
 def late_launches() -> Iterator[None]:
     """Every kernel begins when the one before it has ended."""
-    with mock.patch.object(shared_module, "_can_begin_early", lambda: False):
+    with mock.patch.object(shared_module, "is_hopper_or_later", lambda: False):
         yield
 
 

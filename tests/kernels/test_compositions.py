@@ -1,10 +1,13 @@
 """What a set may do in one pass is what its parts do one after the other."""
 
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor
 
 from purestep.kernels.record import replace
-from purestep.kernels.reference import reference
+from purestep.kernels.reference import compositions, reference
 from tests.laws import assert_pure, equal
 
 
@@ -39,6 +42,31 @@ def test_logits_are_wide() -> None:
     narrow = assert_pure(reference.logits, reference, X.bfloat16(), WEIGHT.bfloat16())
     assert equal(narrow, reference.linear(X.bfloat16(), WEIGHT.bfloat16()).float())
     assert reference.logits(reference, X, WEIGHT).dtype == torch.float64
+
+
+@pytest.mark.parametrize(("num_logprobs", "most"), [(0, 2), (4, 2), (5, 1)])
+def test_scores_of_hidden_states_are_those_of_logits(
+    num_logprobs: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And logits of all rows are never there at once: of fewer where whole rows are sorted."""
+    for name, value in (("MAX_SCORED_ROWS", 2), ("MAX_SORTED_ROWS", 1), ("SORTED_FROM", 4)):
+        monkeypatch.setattr(compositions, name, value)
+    x, weight = X.mul(3).round(), WEIGHT.mul(3).round()  # exact products
+    ids, seen = torch.tensor([5, 0, 2]), list[int]()
+
+    def logits(*arguments: Any) -> Tensor:
+        made = reference.logits(*arguments)
+        seen.append(len(made))
+        return made
+
+    counting = replace(reference, logits=logits)
+    found = counting.score_hidden(counting, x, weight, ids, num_logprobs)
+    expected = reference.score(reference.logits(reference, x, weight), ids, num_logprobs)[:3]
+    assert equal(found, expected)
+    assert equal(assert_pure(reference.score_hidden, reference, x, weight, ids, num_logprobs), expected)
+    assert max(seen) == most and sum(seen) == 3
+    nothing = reference.score_hidden(reference, x[:0], weight, ids[:0], num_logprobs)
+    assert [tuple(part.shape) for part in nothing] == [(0, 1 + num_logprobs), (0, 1 + num_logprobs), (0,)]
 
 
 def test_attend_qkv() -> None:

@@ -1,11 +1,17 @@
 """Log-probabilities of a prompt: its chunks make up one table, and no row of it was not computed."""
 
+from typing import Any
+
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from purestep.kernels.reference import reference
+from purestep.kernels.reference import compositions, reference
+from purestep.kernels.types import Kernels
+from purestep.pure.models.model import Piece
 from purestep.pure.prompt_logprobs import (
     PromptChunk,
     PromptScores,
@@ -16,7 +22,9 @@ from purestep.pure.prompt_logprobs import (
 from purestep.pure.record import replace
 from purestep.pure.records.batch import BatchLimits, InputBatch
 from purestep.pure.records.outputs import LogprobsTensors
+from purestep.pure.records.params import Params
 from purestep.pure.update import update_states
+from tests.bugs.tiny_engine import MODEL
 from tests.laws import assert_pure
 from tests.profiles import examples
 from tests.tiny import GREEDY, cached_requests, new_request, scheduled, settled
@@ -55,7 +63,7 @@ def test_chunks_score_every_prompt_token_but_the_first_once(data: st.DataObject)
             output = scheduled(cached=cached, counts={"other": 1, "r": count})
         batch = update_states(batch, output)
         (chunk,) = assert_pure(prompt_chunks, batch, {"r": ()})
-        assert (chunk.index, chunk.first_token) == (1, 0)
+        assert chunk.index == 1
         assert chunk.num_rows == len(prompt) - 1
         assert chunk.num_logprobs == (20 if params.prompt_logprobs == -1 else params.prompt_logprobs)
         found.append(chunk)
@@ -67,10 +75,33 @@ def test_chunks_score_every_prompt_token_but_the_first_once(data: st.DataObject)
     assert prompt_chunks(batch, {"nobody": ()}) == ()
 
 
-def test_a_score_is_the_log_probability_of_the_token_that_follows() -> None:
-    logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    targets = torch.tensor([3, 0, 8, 3], dtype=torch.int32)
-    rows = assert_pure(score_prompt, logits, targets, num_logprobs=2, kernels=reference)
+def other_head(
+    piece: Piece, weights: Tensor, carried: tuple[Tensor, ...], inputs: object, *, kernels: Kernels
+) -> tuple[Tensor, ...]:
+    """A head that is more than a weight."""
+    return (kernels.logits(kernels, carried[0], weights) * 2,)
+
+
+@pytest.mark.parametrize("kind", ["a weight", "another", "none"])
+@pytest.mark.parametrize("most", [3, 512])
+def test_a_score_is_the_log_probability_of_the_token_that_follows(
+    kind: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever makes logits of hidden states, and of however many rows they may be there at once."""
+    monkeypatch.setattr(compositions, "MAX_SCORED_ROWS", most)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 6, generator=generator, dtype=torch.float64) for n in (4, 9))
+    logits = hidden @ weight.T
+    if kind == "a weight":
+        model = MODEL
+    elif kind == "another":
+        model = replace(MODEL, head=Piece("head", other_head, path=("embed",)))
+        logits = logits * 2
+    else:
+        model, hidden = replace(MODEL, head=None), logits
+    params, targets = Params({"embed": weight}), torch.tensor([3, 0, 8, 3], dtype=torch.int32)
+    how: dict[str, Any] = {"num_logprobs": 2, "kernels": reference}
+    rows = assert_pure(score_prompt, model, params, hidden, targets, **how)
     expected = logits.log_softmax(-1)
     own = expected[torch.arange(4), targets.long()]
     torch.testing.assert_close(rows.logprobs[:, 0], own, rtol=0, atol=1e-14)  # another order of the same sum
@@ -88,4 +119,4 @@ def test_a_row_that_nobody_computed_is_absent_and_the_later_of_two_counts() -> N
 
 
 def test_a_chunk_is_a_plain_value() -> None:
-    assert PromptChunk("r", 0, 0, 0, (1,), 1, 1, True) == PromptChunk("r", 0, 0, 0, (1,), 1, 1, True)
+    assert PromptChunk("r", 0, 0, (1,), 1, 1, True) == PromptChunk("r", 0, 0, (1,), 1, 1, True)

@@ -10,14 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import purestep.pure.prompt_logprobs
-import purestep.state.two_phase
-from purestep.kernels.reference import reference
+from purestep.kernels.donating import donating
+from purestep.kernels.reference import compositions, reference
 from purestep.pure.forward import compute_logits
 from purestep.pure.initial import initial_state
 from purestep.pure.models.initialize import random_params
 from purestep.pure.plan import plan_step
-from purestep.pure.prompt_logprobs import PromptChunk, joined, slices
 from purestep.pure.record import replace
 from purestep.pure.records.batch import BatchLimits, InputBatch
 from purestep.pure.records.outputs import LogprobsTensors
@@ -28,7 +26,6 @@ from purestep.state.engine import Engine
 from purestep.state.results import Logprob, PromptLogprobs, RequestOutput
 from tests.bugs.tiny_engine import CONFIG, GREEDY, MODEL, Tokens, drained
 from tests.bugs.tiny_engine import engine as engine_of
-from tests.laws import assert_pure
 from tests.profiles import examples
 from tests.state.fake_graphs import FakeGraphs
 from tests.tiny import new_request, scheduled
@@ -174,32 +171,18 @@ def test_captured_executions_score_as_well() -> None:
 
 def test_logits_of_a_whole_prompt_are_never_there_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     most, seen = 5, list[int]()
-    monkeypatch.setattr(purestep.pure.prompt_logprobs, "MAX_SCORED_ROWS", most)
-    score = purestep.state.two_phase.score_prompt
+    monkeypatch.setattr(compositions, "MAX_SCORED_ROWS", most)
 
-    def counted(logits: torch.Tensor, *arguments: Any, **settings: Any) -> LogprobsTensors:
-        seen.append(len(logits))
-        return score(logits, *arguments, **settings)
+    def logits(*arguments: Any) -> torch.Tensor:
+        made: torch.Tensor = donating.logits(*arguments)
+        seen.append(len(made))
+        return made
 
-    monkeypatch.setattr(purestep.state.two_phase, "score_prompt", counted)
-    (result,) = results([PROMPT], [SCORED])
+    (result,) = results([PROMPT], [SCORED], kernels=replace(donating, logits=logits))
     assert_is_of(result.prompt_logprobs, PROMPT, 2)
-    assert seen == [5, 5, 1]
-
-
-@given(st.integers(0, 2000), st.sampled_from([2, 1024, 1025]))
-def test_slices_are_the_chunk_in_order(num_targets: int, num_logprobs: int) -> None:
-    chunk = PromptChunk("r", 1, 3, 7, tuple(range(num_targets)), num_logprobs, 500, True)
-    parts = assert_pure(slices, chunk)
-    assert [target for part in parts for target in part.targets] == list(chunk.targets)
-    assert [part.is_last for part in parts] == [False] * (len(parts) - 1) + [True]
-    done = 0
-    for part in parts:
-        assert (part.first_token, part.first_row) == (3 + done, 7 + done)
-        assert len(part.targets) <= (512 if num_logprobs <= 1024 else 128)
-        done += len(part.targets)
-    rows = [LogprobsTensors(torch.tensor([[n]]), torch.tensor([[n / 2]]), torch.tensor([n])) for n in (4, 5)]
-    assert assert_pure(joined, rows).logprobs.tolist() == [[2.0], [2.5]] and joined(rows[:1]) is rows[0]
+    assert seen[:4] == [1, 5, 5, 1] and set(seen[4:]) == {
+        1
+    }  # of the step that runs the prompt, its own first
 
 
 def test_a_row_that_was_not_computed_is_told_as_none() -> None:

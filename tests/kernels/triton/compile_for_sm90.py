@@ -139,6 +139,16 @@ def call_products(dtype: torch.dtype) -> None:
             kernels.logits(kernels, x, meta(40000, width, dtype=dtype))
 
 
+def call_hidden_scores() -> None:
+    """Without a likeliest token and with one."""
+    from purestep.kernels.triton import cuda_donating
+
+    kernels = cuda_donating()
+    x, weight = meta(100, 2048, dtype=torch.bfloat16), meta(128256, 2048, dtype=torch.bfloat16)
+    for num_logprobs in (0, 1):
+        kernels.score_hidden(kernels, x, weight, ints(100), num_logprobs)
+
+
 def call_the_rest() -> None:
     from purestep.kernels.triton import cuda_donating
 
@@ -211,6 +221,7 @@ def main() -> None:
         call_products(torch.float16)
     call_dense(torch.bfloat16)
     call_products(torch.bfloat16)
+    call_hidden_scores()
     call_the_rest()
     print(json.dumps({"compiled": len(compiled), "triton": triton.__version__}))
 

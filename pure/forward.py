@@ -3,12 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from purestep.kernels.types import Kernels
-from purestep.pure.models.model import Model, apply
+from purestep.pure.models.model import Model, apply, head_logits
 from purestep.pure.records.inputs import AttentionMetadata, IntermediateTensors, ModelInputs, StepInputs
 from purestep.pure.records.params import Params
 
@@ -79,6 +78,5 @@ def compute_logits(
     Source: vllm/model_executor/layers/logits_processor.py.
     """
     chosen = hidden if logits_indices is None else hidden.index_select(0, logits_indices)
-    if model.head is not None:
-        (chosen,) = call(model.head, model.head.weights(params.tree), (chosen,), None, kernels=kernels)
-    return chosen.to(torch.promote_types(chosen.dtype, torch.float32))
+    weights = None if model.head is None else model.head.weights(params.tree)
+    return head_logits(model, weights, chosen, kernels=kernels, call=call)

@@ -10,12 +10,10 @@ import numpy as np
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from purestep.kernels.reference.compositions import in_parts, rows_at_once
 from purestep.kernels.types import Kernels
 from purestep.pure.arrays import frozen
-from purestep.pure.forward import compute_logits
-from purestep.pure.models.model import Model, linear_head
-from purestep.pure.record import record
+from purestep.pure.models.model import Model, head_logits, linear_head
+from purestep.pure.record import record, replace
 from purestep.pure.records.batch import InputBatch
 from purestep.pure.records.outputs import LogprobsTensors
 from purestep.pure.records.params import Params
@@ -86,16 +84,16 @@ def score_prompt(
     kernels: Kernels,
 ) -> LogprobsTensors:
     """Raw log-probabilities of `targets` and of the likeliest tokens, from the hidden states before them."""
-    if model.head is not None and model.head.function is linear_head:
-        weight = model.head.weights(params.tree)
-        return LogprobsTensors(*kernels.score_hidden(kernels, hidden, weight, targets, num_logprobs))
+    head = model.head
+    weights = None if head is None else head.weights(params.tree)
+    if head is not None and head.function is linear_head:
+        return LogprobsTensors(*kernels.score_hidden(kernels, hidden, weights, targets, num_logprobs))
 
-    def scored(hidden: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-        logits = compute_logits(model, params, hidden, None, kernels=kernels)
-        found: tuple[Tensor, ...] = kernels.score(logits, targets, num_logprobs)[:3]
-        return found
+    def of_head(own: Kernels, x: Tensor, weights: object) -> Tensor:
+        return head_logits(model, weights, x, kernels=kernels)
 
-    return LogprobsTensors(*in_parts(scored, hidden, targets, rows_at_once(num_logprobs)))
+    others = replace(kernels, logits=of_head)  # for those of a head that is more than a weight
+    return LogprobsTensors(*others.score_hidden(others, hidden, weights, targets, num_logprobs))
 
 
 def prompt_table(scores: Sequence[PromptScores], *, num_rows: int, num_logprobs: int) -> LogprobsTensors:

@@ -53,15 +53,15 @@ def score_hidden(
 def _fits(kernels: Kernels, x: Tensor, weight: Tensor, num_logprobs: int) -> bool:
     """Whether it is as fast as can be, and means what the set's parts mean."""
     return (
-        len(x) > MOST_TOKENS
+        is_own(kernels)
+        and (kernels.logits, kernels.score) == (logits, score)
+        and len(x) > MOST_TOKENS
         and num_logprobs <= 1
         and x.dtype == weight.dtype == torch.bfloat16
         and x.shape[1] % STEP == 0
         and len(weight) % VOCAB == 0
         and all(t.stride(1) == 1 and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0 for t in (x, weight))
         and shared.is_hopper_or_later()
-        and is_own(kernels)
-        and (kernels.logits, kernels.score) == (logits, score)
     )
 
 

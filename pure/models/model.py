@@ -9,6 +9,7 @@ piece. A piece that attends is also given the KV cache of its layers and the att
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from purestep.kernels.record import record
@@ -112,3 +113,12 @@ def apply(
     if piece.is_attention:
         return piece.function(piece, weights, carried, inputs, kv, metadata, kernels=kernels)
     return piece.function(piece, weights, carried, inputs, kernels=kernels)
+
+
+def head_logits(
+    model: Model, weights: Any, hidden: Tensor, *, kernels: Kernels, call: Callable[..., Any] = apply
+) -> Tensor:
+    """What the head, if there is one, makes of hidden states [n, hidden] with its weights, in float32 or wider."""
+    if model.head is not None:
+        (hidden,) = call(model.head, weights, (hidden,), None, kernels=kernels)
+    return hidden.to(torch.promote_types(hidden.dtype, torch.float32))

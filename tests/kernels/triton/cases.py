@@ -67,6 +67,7 @@ def attention_case(
     spare_blocks: int = 0,  # between the null block and the first that is used
 ) -> AttentionCase:
     """Requests over blocks in random order; a request of length 0 runs idle, its tokens write to the null block."""
+    assert all(queries <= length or length == 0 for length, queries in requests), "more queries than tokens"
     generator = torch.Generator(device).manual_seed(seed)
     num_blocks = [-(-length // block_size) for length, _ in requests]
     width, total = max(1, *num_blocks) + 1, sum(num_blocks)

@@ -124,12 +124,13 @@ def _batches(seed: int) -> list[tuple[str, list[tuple[int, int]], dict[str, Any]
         return torch.randint(0, longest, (count,), generator=generator).tolist()
 
     decodes = [(length, 1) for length in lengths(70, 2000)]
+    few = [(length, min(length, 1 + length % 6) or 1) for length, _ in decodes]
     chunks = [(1500, 1500), (0, 3), *((length, min(length, 65) or 1) for length in lengths(20, 1500))]
     return [
         ("decode of one", [(1777, 1)], {}),
         ("decode", decodes, {}),
         ("a few queries", [(1777, 5), (0, 3), (300, 8), (33, 2), (8, 8), (9, 1)], {"soft_cap": 20.0}),
-        ("a few queries of many", [(length, 1 + length % 6) for length, _ in decodes], {}),
+        ("a few queries of many", few, {}),
         ("decode with window and cap", decodes, {"sliding_window": 100, "soft_cap": 20.0}),
         ("mixed", chunks, {}),
         ("mixed with window and cap", chunks, {"sliding_window": 100, "soft_cap": 20.0, "block_size": 32}),

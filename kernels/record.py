@@ -103,7 +103,12 @@ def _refuse_extras(cls: type[Any], fields: Any) -> None:
 
 def _generated_init(cls: type[Any], filled: type[Any], fields: Any) -> Any:
     """`__init__` as source text: Dynamo traces `object.__setattr__(self, 'x', x)` and nothing cleverer."""
-    namespace: dict[str, Any] = {"_compiling_": is_dynamo_compiling, "_filled_": filled, "_own_": cls}
+    namespace: dict[str, Any] = {
+        "_compiling_": is_dynamo_compiling,
+        "_become_": object.__dict__["__class__"].__set__,
+        "_filled_": filled,
+        "_own_": cls,
+    }
     parameters, converted = [], []
     for field in fields:
         name = field.name
@@ -121,7 +126,7 @@ def _generated_init(cls: type[Any], filled: type[Any], fields: Any) -> Any:
         "    if _compiling_() or self.__class__ is not _own_:",  # a subclass may be laid out otherwise
         *(f"        object.__setattr__(self, '{name}', {name})" for name in names),
         "    else:",
-        "        object.__setattr__(self, '__class__', _filled_)",
+        "        _become_(self, _filled_)",
         *(f"        self.{name} = {name}" for name in names),
         "        self.__class__ = _own_",
     ]

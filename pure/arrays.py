@@ -29,7 +29,8 @@ MIN_CAPACITY = 16
 
 def frozen(array: NDArray[Any]) -> NDArray[Any]:
     """The same array, no longer writeable. Call it on an array that nobody else writes."""
-    array.setflags(write=False)  # a tenth of the time that array.flags takes
+    # By position: half the time of `write=False`, a tenth of that of `array.flags`.
+    array.setflags(False)  # type: ignore[call-arg]
     return array
 
 
@@ -70,8 +71,7 @@ def with_copy(column: NDArray[Any], index: int, source: int) -> NDArray[Any]:
         return column
     changed = column.copy()
     changed[index] = item
-    changed.setflags(write=False)
-    return changed
+    return frozen(changed)
 
 
 def with_entry(items: tuple[T, ...], index: int, item: T) -> tuple[T, ...]:
@@ -84,8 +84,7 @@ def appended(column: NDArray[Any], value: Any) -> NDArray[Any]:
     longer = np.empty(len(column) + 1, column.dtype)
     longer[:-1] = column
     longer[-1] = value
-    longer.setflags(write=False)
-    return longer
+    return frozen(longer)
 
 
 class _Store:

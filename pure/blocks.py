@@ -75,17 +75,22 @@ def retain(pool: BlockPool, ids: Sequence[int] | Ids) -> BlockPool:
     ids = np.asarray(ids, np.int32)
     if not len(ids):
         return pool
-    refcounts, before = pool.refcounts.counted(ids, 1)
-    if np.count_nonzero(before) == len(ids):
-        return replace(pool, refcounts=refcounts)
-    idle = np.unique(ids[before == 0])
+    idle = ids[pool.refcounts[ids] == 0]
+    pool = share(pool, ids)
+    if not len(idle):
+        return pool
+    idle = np.unique(idle)
     assert (pool.idle_at[idle] >= 0).all(), "a free block was retained"
     return replace(
         pool,
-        refcounts=refcounts,
         idle_at=pool.idle_at.with_items(idle, _never(idle)),
         num_idle=pool.num_idle - len(idle),
     )
+
+
+def share(pool: BlockPool, ids: Ids) -> BlockPool:
+    """`retain` of blocks of which the caller knows that somebody holds them."""
+    return replace(pool, refcounts=pool.refcounts.plus(ids, 1)) if len(ids) else pool
 
 
 def release(pool: BlockPool, ids: Sequence[int] | Ids) -> BlockPool:

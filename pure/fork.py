@@ -10,7 +10,7 @@ from types import MappingProxyType
 from purestep.pure.arrays import Tape, with_items
 from purestep.pure.errors import SchedulerOutputError
 from purestep.pure.record import replace
-from purestep.pure.records.batch import Fork, InputBatch, Parked, Rows
+from purestep.pure.records.batch import Fork, InputBatch, Rows
 from purestep.pure.rows import as_parked, drop, place_beside, room, with_entries
 
 
@@ -27,7 +27,7 @@ def keep_blocks(batch: InputBatch, kept: Mapping[str, tuple[int, ...]]) -> Input
         if req_id in batch.parked
     }
     if parked:
-        batch = replace(batch, parked=MappingProxyType({**batch.parked, **parked}))
+        batch = replace(batch, parked=MappingProxyType(batch.parked | parked))
     cut = {
         batch.row_of[req_id]: _cut(as_parked(batch, req_id).block_ids, counts)
         for req_id, counts in kept.items()
@@ -68,11 +68,11 @@ def fork_request(
     entry = batch.parked[req_id] if row is None else as_parked(batch, req_id)
     parent = entry.request
     request = replace(parent, req_id=new_req_id, stream=parent.stream if stream is None else stream)
-    own = Parked(request, entry.tokens, entry.block_ids, entry.num_computed_tokens)
+    own = replace(entry, request=request)
     inherited = [Fork(fork.parent, request, fork.num_begun) for fork in batch.forks if fork.child is parent]
     forks = (*batch.forks, *inherited, Fork(parent, request, batch.clock.num_begun))
     if row is None or not goes_on:
-        return replace(batch, forks=forks, parked=MappingProxyType({**batch.parked, new_req_id: own}))
+        return replace(batch, forks=forks, parked=MappingProxyType(batch.parked | {new_req_id: own}))
     return place_beside(batch, row, own, forks)
 
 

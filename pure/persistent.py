@@ -121,20 +121,14 @@ class Column:
 
     def plus(self, indices: NDArray[Any], amount: int) -> "Column":
         """This column with so much added at these indices, once for each mention."""
-        return self.counted(indices, amount)[0]
-
-    def counted(self, indices: NDArray[Any], amount: int) -> "tuple[Column, NDArray[np.int32]]":
-        """`plus`, and the items at these indices as they were."""
-        before = np.empty(len(indices), np.int32)
         if not len(indices):
-            return self, before
-        pages = list(self.pages)
-        for page, where, offsets in _by_page(indices):
-            before[where] = pages[page][offsets]
+            return self
+        pages, more = list(self.pages), np.int32(amount)
+        for page, _, offsets in _by_page(indices):
             changed = pages[page].copy()
-            np.add.at(changed, offsets, np.int32(amount))
+            np.add.at(changed, offsets, more)
             pages[page] = frozen(changed)
-        return Column(tuple(pages)), before
+        return Column(tuple(pages))
 
     @property
     def array(self) -> NDArray[np.int32]:
@@ -146,14 +140,14 @@ def _by_page(indices: NDArray[Any]) -> Iterator[tuple[int, Any, NDArray[np.intp]
     """Pages named by indices; which of the indices name each, and where in it."""
     if not len(indices):
         return
+    first = indices.item(indices.argmin()) // PAGE  # in half the time of `min`
+    last = indices.item(indices.argmax()) // PAGE
     places = indices.astype(np.intp, copy=False)  # with other types numpy takes four times as long
-    first = int(places[0]) // PAGE
-    offsets = places - first * PAGE
-    if not np.count_nonzero(offsets // PAGE):  # quicker than the least and the greatest of them
-        yield first, slice(None), offsets
+    if first == last:
+        yield first, slice(None), places - first * PAGE if first else places
         return
     pages, offsets = places // PAGE, places % PAGE
-    for page in range(int(pages.min()), int(pages.max()) + 1):
+    for page in range(first, last + 1):
         where = np.flatnonzero(pages == page)
         if len(where):
             yield page, where, offsets[where]

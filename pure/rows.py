@@ -141,10 +141,10 @@ def as_parked(batch: InputBatch, req_id: str) -> Parked:
     """What there is to know of a request in a row, when it leaves that."""
     row = batch.row_of[req_id]
     return Parked(
-        request=occupied(batch.rows.requests[row]),
-        tokens=occupied(batch.rows.tokens[row]),
-        block_ids=tuple([occupied(group[row]) for group in batch.rows.block_ids]),
-        num_computed_tokens=int(batch.columns.num_computed_tokens_settled[row]),
+        occupied(batch.rows.requests[row]),
+        occupied(batch.rows.tokens[row]),
+        tuple([occupied(group[row]) for group in batch.rows.block_ids]),
+        batch.columns.num_computed_tokens_settled.item(row),
     )
 
 
@@ -182,14 +182,14 @@ def place_beside(batch: InputBatch, row: int, twin: Parked, forks: tuple[Fork, .
         )
     c, rows, request = batch.columns, batch.rows, twin.request
     columns = Columns(
-        num_prompt_tokens=with_copy(c.num_prompt_tokens, own, row),
-        num_tokens=with_copy(c.num_tokens, own, row),
-        num_computed_tokens_bound=with_copy(c.num_computed_tokens_bound, own, row),
-        num_computed_tokens_settled=with_copy(c.num_computed_tokens_settled, own, row),
-        room=with_copy(c.room, own, row),
-        sampler_features=with_copy(c.sampler_features, own, row),
-        num_logprobs=with_copy(c.num_logprobs, own, row),
-        released_at=c.released_at,
+        with_copy(c.num_prompt_tokens, own, row),
+        with_copy(c.num_tokens, own, row),
+        with_copy(c.num_computed_tokens_bound, own, row),
+        with_copy(c.num_computed_tokens_settled, own, row),
+        with_copy(c.room, own, row),
+        with_copy(c.sampler_features, own, row),
+        with_copy(c.num_logprobs, own, row),
+        c.released_at,
     )
     return replace(
         batch,
@@ -199,7 +199,7 @@ def place_beside(batch: InputBatch, row: int, twin: Parked, forks: tuple[Fork, .
             tuple(map(with_entry, rows.block_ids, repeat(own), twin.block_ids)),
         ),
         columns=columns,
-        row_of=MappingProxyType({**batch.row_of, request.req_id: own}),
+        row_of=MappingProxyType(batch.row_of | {request.req_id: own}),
         forks=forks,
     )
 
@@ -231,11 +231,11 @@ def free_rows(batch: InputBatch) -> list[int]:
 
 def first_free_row(batch: InputBatch) -> int | None:
     """The lowest of the free rows, None if there is none."""
-    requests, released = batch.rows.requests, batch.columns.released_at
+    requests, released, settled = batch.rows.requests, batch.columns.released_at, batch.clock.num_settled
     row = -1
     for _ in range(len(requests) - len(batch.row_of)):  # those in which nobody sits
         row = requests.index(None, row + 1)
-        if released[row] <= batch.clock.num_settled:
+        if released.item(row) <= settled:
             return row
     return None
 

@@ -50,6 +50,11 @@ class Book:
     num_submitted: int = 0  # samples
     num_unseeded: int = 0  # streams that were given to samples without a seed, and to forks
 
+    @property
+    def next_stream(self) -> int:
+        """The first of the random streams that nobody has had."""
+        return UNSEEDED + self.num_unseeded
+
     def output(self, number: int) -> RequestOutput:
         """What a submission has, with text as far as its tokens have been read."""
         submission = known(self.submissions, number)
@@ -79,8 +84,8 @@ def known(entries: Map[K, V], key: K) -> V:
     return value
 
 
-def add(book: Book, submission: Submission, transcripts: Sequence[Transcript]) -> Book:
-    """With a submission more, whose samples these transcripts are of."""
+def add(book: Book, submission: Submission, transcripts: Sequence[Transcript], num_streams: int) -> Book:
+    """With a submission more, whose samples these transcripts are of, and which is given so many unused streams."""
     numbers, names = submission.sample_numbers, submission.sample_ids
     samples = [Sample(name, i, submission.number) for name, i in zip(names, numbers, strict=True)]
     return replace(
@@ -91,11 +96,12 @@ def add(book: Book, submission: Submission, transcripts: Sequence[Transcript]) -
         numbers=book.numbers.with_items([(submission.req_id, submission.number)]),
         live=book.live.with_items(zip(names, samples, strict=True)),
         num_submitted=book.num_submitted + len(numbers),
+        num_unseeded=book.num_unseeded + num_streams,
     )
 
 
-def fork(book: Book, req_id: str, new_req_id: str, sample: int) -> tuple[Book, str]:
-    """With a submission more that has what a sample of another one has; and the id of that sample.
+def fork(book: Book, req_id: str, new_id: str, sample: int, num_streams: int) -> tuple[Book, Sample, Sample]:
+    """With a submission more that has what a sample of another one has, given so many unused streams; both samples.
 
     Raises:
         InvalidRequestError: no such submission or sample runs or waits.
@@ -106,9 +112,9 @@ def fork(book: Book, req_id: str, new_req_id: str, sample: int) -> tuple[Book, s
         raise InvalidRequestError(
             f"fork of {req_id!r}: no request of this id runs or waits; it may have ended"
         )
-    if new_req_id in book.numbers:
+    if new_id in book.numbers:
         raise DuplicateRequestError(
-            f"fork of {req_id!r} as {new_req_id!r}: this id is in use, choose another one"
+            f"fork of {req_id!r} as {new_id!r}: this id is in use, choose another one"
         )
     submission = known(book.submissions, owner)
     transcript = book.transcripts.get(owner + sample) if sample in range(submission.params.n) else None
@@ -124,8 +130,8 @@ def fork(book: Book, req_id: str, new_req_id: str, sample: int) -> tuple[Book, s
         own = tokens[parent.place]
         place, free = (free[0], free[1:]) if free else (len(tokens), free)
         tokens = (*tokens[:place], own, *tokens[place + 1 :])
-    twin = Sample(new_req_id, number, number, place)
-    told = replace(submission, req_id=new_req_id, number=number, params=params)
+    twin = Sample(new_id, number, number, place)
+    told = replace(submission, req_id=new_id, number=number, params=params)
     book = replace(
         book,
         submissions=book.submissions.with_item(number, told),
@@ -133,17 +139,12 @@ def fork(book: Book, req_id: str, new_req_id: str, sample: int) -> tuple[Book, s
         samples=book.samples.with_item(number, twin),
         tokens=tokens,
         free_places=free,
-        numbers=book.numbers.with_item(new_req_id, number),
-        live=book.live.with_item(new_req_id, twin),
+        numbers=book.numbers.with_item(new_id, number),
+        live=book.live.with_item(new_id, twin),
         num_submitted=number + 1,
+        num_unseeded=book.num_unseeded + num_streams,
     )
-    return book, parent.sample_id
-
-
-def unused_stream(book: Book, num_samples: int) -> tuple[int, Book]:
-    """The first of so many random streams that nobody has had, and that nobody will be given again."""
-    first = UNSEEDED + book.num_unseeded
-    return first, replace(book, num_unseeded=book.num_unseeded + num_samples)
+    return book, parent, twin
 
 
 def admit(book: Book, new: Iterable[NewRequestData]) -> Book:
@@ -175,19 +176,18 @@ def readers_of(book: Book, samples: Iterable[Sample], rows: Iterable[int]) -> Re
 
 def with_heir(readers: Readers, parent: Sample, child: Sample) -> Readers:
     """With a sample that was just forked from one which may be among them: what is told that, is told it."""
-    samples = readers.samples
+    samples, watched = readers.samples, readers.watched
     try:
         place = samples.index(parent)
     except ValueError:
         return readers
-    watched = readers.watched
     return Readers(
-        samples=(*samples, child),
-        rows=appended(readers.rows, readers.rows[place]),
-        places=appended(readers.places, child.place),
-        news={**readers.news, child.owner: None},
-        watched=(*watched, len(samples)) if place in watched else watched,
-        live=readers.live,
+        (*samples, child),
+        appended(readers.rows, readers.rows[place]),
+        appended(readers.places, child.place),
+        {**readers.news, child.owner: None},
+        (*watched, len(samples)) if place in watched else watched,
+        readers.live,
     )
 
 

@@ -23,7 +23,7 @@ from purestep.pure.records.drafter import HostDrafter
 from purestep.pure.records.params import Params
 from purestep.pure.records.sampling_params import SamplingParams
 from purestep.pure.scheduler import make_queue, num_free
-from purestep.state.book import Book, add, fork, known, unused_stream
+from purestep.state.book import Book, add, fork, known
 from purestep.state.calls import Call, submitted
 from purestep.state.captures import capture
 from purestep.state.engine_moment import EngineMoment
@@ -143,12 +143,11 @@ class Engine:
         new = new_submission(
             req_id, prompt, params, tokenizer, number=number, add_special_tokens=add_special_tokens
         )
-        book = add(book, new, [new_transcript(i, params, tokenizer) for i in range(params.n)])
         own = params.stream if stream is None or params.stream is not None else stream
         if own is None and params.seed is not None:
             own = number
-        if own is None:
-            own, book = unused_stream(book, params.n)
+        num_streams, own = (params.n, book.next_stream) if own is None else (0, own)
+        book = add(book, new, [new_transcript(i, params, tokenizer) for i in range(params.n)], num_streams)
         requests = new.requests(stream=own, priority=priority, eos=limits.eos_token_ids)
         self._turns.add(requests, book, vocab_size=limits.vocab_size)
 
@@ -226,10 +225,10 @@ class Engine:
             raise InvalidRequestError(
                 f"fork as {new_req_id!r}: stream={stream} and keep_stream: give one of them"
             )
-        book, sample_id = fork(self._turns.settled().book, req_id, new_req_id, sample)
-        if stream is None and not keep_stream:
-            stream, book = unused_stream(book, 1)
-        self._turns.fork(sample_id, new_req_id, stream=stream, book=book)
+        before, num_streams = self._turns.settled().book, int(stream is None and not keep_stream)
+        book, parent, twin = fork(before, req_id, new_req_id, sample, num_streams)
+        stream = before.next_stream if num_streams else stream
+        self._turns.fork(parent, twin, stream=stream, book=book)
 
     # Offline use
 

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-import attrs
 import numpy as np
 from numpy.typing import NDArray
 
@@ -31,7 +30,7 @@ class Sample:
     place: int | None = None  # of its tokens, among all; None: it has not run yet
 
 
-@attrs.frozen
+@record
 class Readers:
     """The samples that a step brings something, in parallel with rows of its output; one object for steady steps."""
 
@@ -43,7 +42,7 @@ class Readers:
     live: Map[str, Sample]  # the samples that ran or waited when this was made
 
 
-@attrs.frozen
+@record
 class InFlight:
     """A step whose output is on its way, and the samples that it ran, or that were forked from those since."""
 
@@ -62,7 +61,7 @@ class InFlight:
         }
 
 
-@attrs.frozen
+@record
 class Landed:
     """A step whose output is known: whom it concerns, what it brought, which requests ended with it."""
 

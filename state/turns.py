@@ -54,7 +54,7 @@ from purestep.state.book import (
 from purestep.state.book import abort as book_abort
 from purestep.state.drafting import drafted
 from purestep.state.engine_moment import EngineMoment, Known
-from purestep.state.flights import InFlight, Landed, Readers
+from purestep.state.flights import InFlight, Landed, Readers, Sample
 from purestep.state.grammars import Grammars
 from purestep.state.launch import Launched, launch, steps_at_once
 from purestep.state.lease import Leased
@@ -266,10 +266,9 @@ class Turns:
         self.num_rewinds += 1
         self.now = Now(queue, then.batch, leased, now.bound, then.book, then.in_flight, kept=then.kept)
 
-    def fork(self, req_id: str, new_req_id: str, *, stream: int | None, book: Book) -> None:
-        """A sample goes on under a second id, which is in this book, made of the `settled` one."""
-        now = self.now
-        parent, child = known(now.book.live, req_id), known(book.live, new_req_id)
+    def fork(self, parent: Sample, child: Sample, *, stream: int | None, book: Book) -> None:
+        """A sample goes on as a second one too, which is in this book, made of the `settled` one."""
+        now, req_id, new_req_id = self.now, parent.sample_id, child.sample_id
         batch = drop(now.batch, [new_req_id])
         has_row = req_id in batch.row_of and first_free_row(batch) is not None
         forked = fork(now.queue, req_id, new_req_id, arrival=child.number, stream=stream, has_row=has_row)

@@ -76,7 +76,7 @@ def num_held_rows(queue: Queue) -> int:
     """Rows of the device that steps on their way may still write, though their requests have left."""
     if not queue.in_flight:
         return 0
-    ran = {ticket for step in queue.in_flight for ticket in step.ticket.tolist()}
+    ran = set[int]().union(*[step.ticket.tolist() for step in queue.in_flight])
     return len(ran.difference(queue.running.facts.ticket.tolist()))
 
 

@@ -10,8 +10,8 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from purestep.pure.arrays import appended, empty_column, frozen, with_entry
-from purestep.pure.blocks import release, retain
+from purestep.pure.arrays import empty_column, frozen, with_entry
+from purestep.pure.blocks import release, retain, share
 from purestep.pure.errors import DuplicateRequestError, InvalidRequestError, OutOfBlocksError, OutOfRowsError
 from purestep.pure.persistent import push
 from purestep.pure.record import record, replace
@@ -21,7 +21,6 @@ from purestep.pure.records.queue import (
     Queue,
     Request,
     RequestState,
-    Residence,
     Running,
     StepInFlight,
     TokenLog,
@@ -59,7 +58,7 @@ def hold(queue: Queue, moment: Hashable) -> Shareable:
     shareable = give_up_open_blocks(queue, range(len(queue.running)))
     queue = shareable.queue
     blocks = tuple([frozen(np.unique(_held(queue.running, group))) for group in range(len(queue.pools))])
-    pools = tuple([retain(pool, ids) for pool, ids in zip(queue.pools, blocks, strict=True)])
+    pools = tuple([share(pool, ids) for pool, ids in zip(queue.pools, blocks, strict=True)])
     moments = MappingProxyType({**queue.moments, moment: blocks})
     return Shareable(replace(queue, pools=pools, moments=moments), shareable.kept)
 
@@ -155,7 +154,7 @@ def fork(
         in_flight=tuple([_with_fork(step, ticket, new_ticket) for step in queue.in_flight]),
         news=_without(queue.news, new_req_id),  # the batch learns by the fork who has the id now
     )
-    return Forked(queue, kept, has_run=True, goes_on=goes_on)
+    return Forked(queue, kept, True, goes_on)
 
 
 def _without(news: News, req_id: str) -> News:
@@ -191,7 +190,7 @@ def _run_along(
                 f"copied, and all {config.num_blocks[group] - 1} blocks of KV group {group} are held: abort a request, "
                 "or drop a moment"
             )
-    pools = tuple([retain(pool, held_by(residence, group)) for group, pool in enumerate(queue.pools)])
+    pools = tuple([share(pool, held_by(residence, group)) for group, pool in enumerate(queue.pools)])
     tokens = tokens_of(queue, row)
     if tokens is not parent.tokens:  # the parent has them too, so that they are not copied for its next fork
         running = replace(
@@ -199,22 +198,21 @@ def _run_along(
             states=with_entry(running.states, row, replace(parent, tokens=tokens)),
             residences=with_entry(running.residences, row, replace(residence, log_start=log.num_lines)),
         )
-    twin = RequestState(
+    twin = replace(
+        parent,
         request=request,
         ticket=queue.next_ticket,
         tokens=tokens,
         parent=None,
-        num_cached_tokens=min(int(running.counts.num_computed[row]), len(request.prompt_token_ids)),
-        chain=parent.chain,
+        num_cached_tokens=min(running.counts.num_computed.item(row), len(request.prompt_token_ids)),
+        num_preemptions=0,
+        num_in_flight=0,
     )
-    own = Residence(
+    own = replace(
+        residence,
         slot=log.free_slots[-1],
         log_start=log.num_lines,
-        blocks=residence.blocks,
-        num_borrowed=tuple(map(len, residence.blocks)),
-        num_offered=residence.num_offered,
-        may_offer=residence.may_offer,
-        sources=residence.sources,
+        num_borrowed=tuple([len(blocks) for blocks in residence.blocks]),
     )
     running = add_twin(running, row, twin, own, ran=goes_on)
     return running, pools, TokenLog(log.lines, log.width, log.free_slots[:-1])
@@ -236,14 +234,16 @@ def _with_fork(step: StepInFlight, parent: int, ticket: int) -> StepInFlight:
         return step
     places = np.arange(len(is_parent) + 1)
     places[-1] = place
+    tickets = step.ticket[places]
+    tickets[-1] = ticket
     return StepInFlight(
-        req_ids=step.req_ids,
-        ticket=appended(step.ticket, ticket),
-        num_scheduled=frozen(step.num_scheduled[places]),
-        samples=frozen(step.samples[places]),
-        num_drafts=None if step.num_drafts is None else frozen(step.num_drafts[places]),
-        entry=frozen(places if step.entry is None else step.entry[places]),
-        num_steps=step.num_steps,
+        step.req_ids,
+        frozen(tickets),
+        frozen(step.num_scheduled[places]),
+        frozen(step.samples[places]),
+        None if step.num_drafts is None else frozen(step.num_drafts[places]),
+        frozen(places if step.entry is None else step.entry[places]),
+        step.num_steps,
     )
 
 

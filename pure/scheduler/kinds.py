@@ -58,8 +58,9 @@ def check_ids(call: str, req_ids: Iterable[Any]) -> tuple[str, ...]:
     if isinstance(req_ids, str) or not isinstance(req_ids, Iterable):
         raise InvalidRequestError(f"{call}({req_ids!r}): give a list of ids, which are text")
     ids = tuple(req_ids)
-    if wrong := [req_id for req_id in ids if not isinstance(req_id, str)]:
-        raise InvalidRequestError(f"{call}({req_ids!r}): {wrong[0]!r} is no id: ids are text")
+    for req_id in ids:
+        if not isinstance(req_id, str):
+            raise InvalidRequestError(f"{call}({req_ids!r}): {req_id!r} is no id: ids are text")
     return ids
 
 

@@ -120,14 +120,31 @@ def add_twin(running: Running, row: int, state: RequestState, residence: Residen
         own_stops = stop_ids[stop_rows == row]
         stop_rows = frozen(np.concatenate([stop_rows, np.full(len(own_stops), last)]))
         stop_ids = frozen(np.concatenate([stop_ids, own_stops]))
+    facts, counts = running.facts, running.counts
+    ticket, slot, ran_last = facts.ticket[rows], facts.slot[rows], counts.ran[rows]
+    ticket[last], slot[last], ran_last[last] = state.ticket, residence.slot, ran
     joined = Running(
-        req_ids=(*running.req_ids, state.request.req_id),
-        states=(*running.states, state),
-        residences=(*running.residences, residence),
-        facts=_twinned(running.facts, rows, ticket=state.ticket, slot=residence.slot),
-        counts=_twinned(running.counts, rows, ran=ran),
-        stop_rows=stop_rows,
-        stop_ids=stop_ids,
+        (*running.req_ids, state.request.req_id),
+        (*running.states, state),
+        (*running.residences, residence),
+        RunningFacts(
+            frozen(ticket),
+            frozen(slot),
+            frozen(facts.num_prompt[rows]),
+            frozen(facts.length_limit[rows]),
+            frozen(facts.min_length[rows]),
+        ),
+        RunningCounts(
+            frozen(counts.num_tokens[rows]),
+            frozen(counts.num_known[rows]),
+            frozen(counts.num_computed[rows]),
+            frozen(counts.num_settled[rows]),
+            frozen(counts.num_covered[rows]),
+            frozen(counts.next_offer[rows]),
+            frozen(ran_last),
+        ),
+        stop_rows,
+        stop_ids,
     )
     return in_order(joined, last)
 
@@ -275,15 +292,3 @@ def _join(first: Columns, second: Columns) -> Columns:
 def _take(columns: Columns, rows: NDArray[Any] | Bool[np.ndarray, " rows"]) -> Columns:
     names = [field.name for field in attrs.fields(type(columns))]  # type: ignore[arg-type]
     return type(columns)(*(frozen(getattr(columns, name)[rows]) for name in names))
-
-
-def _twinned(columns: Columns, rows: NDArray[Any], **own: Any) -> Columns:
-    """These rows, where the last one has some items of its own."""
-    taken = []
-    for name in columns.__match_args__:
-        column = getattr(columns, name)[rows]
-        if name in own:
-            column[-1] = own[name]
-        column.setflags(write=False)
-        taken.append(column)
-    return type(columns)(*taken)

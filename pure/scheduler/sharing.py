@@ -46,7 +46,7 @@ def give_up_open_blocks(queue: Queue, rows: Sequence[int]) -> Shareable:
         )
     more = []
     for row in rows:
-        computed = int(running.counts.num_computed[row])
+        computed = running.counts.num_computed.item(row)
         full = tuple([computed // size for size in sizes])
         if full != tuple(map(len, running.residences[row].blocks)):
             more.append((row, computed, full))

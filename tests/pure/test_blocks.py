@@ -21,11 +21,12 @@ from purestep.pure.blocks import (
     release,
     retain,
     root_key,
+    share,
     withdraw,
 )
 from purestep.pure.errors import OutOfBlocksError
 from purestep.pure.records.block_pool import BlockPool
-from tests.laws import digest
+from tests.laws import digest, equal
 
 
 def key(n: int) -> bytes:
@@ -83,6 +84,14 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = retain(self.pool, ids)
         self.holders.update(ids)
         self.idle = [block for block in self.idle if block not in ids]
+
+    @rule(data=st.data())
+    def shares(self, data: st.DataObject) -> None:
+        ids = self.take(data)
+        shared = share(self.pool, np.array(ids, np.int32))
+        assert equal(shared, retain(self.pool, ids))
+        self.pool = shared
+        self.holders.update(ids)
 
     @rule(data=st.data())
     def offers(self, data: st.DataObject) -> None:

@@ -154,19 +154,22 @@ def _generated_replaced(cls: type[Any], filled: type[Any], fields: Any) -> Any:
         "_new_": object.__new__,
         "_filled_": filled,
         "_own_": cls,
-        "_fields_": frozenset(names),
     }
     body = [
         f"    return type(self)(**({{{', '.join(f'{name!r}: self.{name}' for name in names)}}} | changes))"
     ]
-    if not hasattr(cls, "__attrs_post_init__") and all(field.converter is None for field in fields):
+    is_plain = not hasattr(cls, "__attrs_post_init__") and all(field.converter is None for field in fields)
+    if is_plain and not filled.__dictoffset__:  # a class with a dict would take unknown fields
         body = [
-            "    if _compiling_() or self.__class__ is not _own_ or not _fields_.issuperset(changes):",
-            f"    {body[0]}",  # which refuses unknown fields
+            "    if _compiling_() or self.__class__ is not _own_:",
+            f"    {body[0]}",
             "    made = _new_(_filled_)",
             *(f"    made.{name} = self.{name}" for name in names),
-            "    for name, value in changes.items():",
-            "        setattr(made, name, value)",
+            "    try:",
+            "        for name, value in changes.items():",
+            "            setattr(made, name, value)",
+            "    except AttributeError:",
+            f"    {body[0]}",  # which refuses unknown fields
             "    made.__class__ = _own_",
             "    return made",
         ]

@@ -74,6 +74,13 @@ def with_copy(column: NDArray[Any], index: int, source: int) -> NDArray[Any]:
     return frozen(changed)
 
 
+def taken(column: NDArray[Any], indices: NDArray[Any], last: Any) -> NDArray[Any]:
+    """The items at these indices, but for the last of them, which is this one: frozen."""
+    items = column[indices]
+    items[-1] = last
+    return frozen(items)
+
+
 def with_entry(items: tuple[T, ...], index: int, item: T) -> tuple[T, ...]:
     """The tuple with one item exchanged."""
     return (*items[:index], item, *items[index + 1 :])

@@ -10,7 +10,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from purestep.pure.arrays import empty_column, frozen, with_entry
+from purestep.pure.arrays import empty_column, frozen, taken, with_entry
 from purestep.pure.blocks import release, retain, share
 from purestep.pure.errors import DuplicateRequestError, InvalidRequestError, OutOfBlocksError, OutOfRowsError
 from purestep.pure.persistent import push
@@ -234,11 +234,9 @@ def _with_fork(step: StepInFlight, parent: int, ticket: int) -> StepInFlight:
         return step
     places = np.arange(len(is_parent) + 1)
     places[-1] = place
-    tickets = step.ticket[places]
-    tickets[-1] = ticket
     return StepInFlight(
         step.req_ids,
-        frozen(tickets),
+        taken(step.ticket, places, ticket),
         frozen(step.num_scheduled[places]),
         frozen(step.samples[places]),
         None if step.num_drafts is None else frozen(step.num_drafts[places]),

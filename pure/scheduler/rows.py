@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Bool, Int, Int32
 from numpy.typing import NDArray
 
-from purestep.pure.arrays import Tape, empty_column, frozen
+from purestep.pure.arrays import Tape, empty_column, frozen, taken
 from purestep.pure.record import record, replace
 from purestep.pure.records.queue import (
     News,
@@ -121,15 +121,13 @@ def add_twin(running: Running, row: int, state: RequestState, residence: Residen
         stop_rows = frozen(np.concatenate([stop_rows, np.full(len(own_stops), last)]))
         stop_ids = frozen(np.concatenate([stop_ids, own_stops]))
     facts, counts = running.facts, running.counts
-    ticket, slot, ran_last = facts.ticket[rows], facts.slot[rows], counts.ran[rows]
-    ticket[last], slot[last], ran_last[last] = state.ticket, residence.slot, ran
     joined = Running(
         (*running.req_ids, state.request.req_id),
         (*running.states, state),
         (*running.residences, residence),
         RunningFacts(
-            frozen(ticket),
-            frozen(slot),
+            taken(facts.ticket, rows, state.ticket),
+            taken(facts.slot, rows, residence.slot),
             frozen(facts.num_prompt[rows]),
             frozen(facts.length_limit[rows]),
             frozen(facts.min_length[rows]),
@@ -141,7 +139,7 @@ def add_twin(running: Running, row: int, state: RequestState, residence: Residen
             frozen(counts.num_settled[rows]),
             frozen(counts.num_covered[rows]),
             frozen(counts.next_offer[rows]),
-            frozen(ran_last),
+            taken(counts.ran, rows, ran),
         ),
         stop_rows,
         stop_ids,

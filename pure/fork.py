@@ -11,7 +11,7 @@ from purestep.pure.arrays import Tape, with_items
 from purestep.pure.errors import SchedulerOutputError
 from purestep.pure.record import replace
 from purestep.pure.records.batch import Fork, InputBatch, Rows
-from purestep.pure.rows import as_parked, drop, place_beside, room, with_entries
+from purestep.pure.rows import as_parked, drop, occupied, place_beside, room, with_entries
 
 
 def keep_blocks(batch: InputBatch, kept: Mapping[str, tuple[int, ...]]) -> InputBatch:
@@ -65,15 +65,15 @@ def fork_request(
             f"fork of {req_id!r} as {new_req_id!r}: the batch knows {len(batch.row_of)} requests in rows and "
             f"{len(batch.parked)} parked, none of this id: send it in scheduled_new_reqs first"
         )
-    entry = batch.parked[req_id] if row is None else as_parked(batch, req_id)
-    parent = entry.request
+    parent = batch.parked[req_id].request if row is None else occupied(batch.rows.requests[row])
     request = replace(parent, req_id=new_req_id, stream=parent.stream if stream is None else stream)
-    own = replace(entry, request=request)
     inherited = [Fork(fork.parent, request, fork.num_begun) for fork in batch.forks if fork.child is parent]
     forks = (*batch.forks, *inherited, Fork(parent, request, batch.clock.num_begun))
-    if row is None or not goes_on:
-        return replace(batch, forks=forks, parked=MappingProxyType(batch.parked | {new_req_id: own}))
-    return place_beside(batch, row, own, forks)
+    if row is not None and goes_on:
+        return place_beside(batch, row, request, forks)
+    entry = batch.parked[req_id] if row is None else as_parked(batch, req_id)
+    own = replace(entry, request=request)
+    return replace(batch, forks=forks, parked=MappingProxyType(batch.parked | {new_req_id: own}))
 
 
 def _cut(block_ids: tuple[Tape, ...], counts: tuple[int, ...]) -> tuple[Tape, ...]:

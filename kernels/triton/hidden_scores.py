@@ -71,7 +71,7 @@ def score_by(
     """`score_hidden` by tiles of this size; at most one likeliest token, and tiles divide width and vocabulary."""
     (rows, width), vocab, n, device = x.shape, len(weight), num_logprobs, x.device
     row_tiles, tiles = cdiv(rows, tile[0]), vocab // tile[1]
-    programs = min(row_tiles * tiles, _num_processors(device))
+    programs = min(row_tiles * tiles, _num_processors())
     own = torch.empty(rows, dtype=torch.float32, device=device)
     totals = torch.empty(2, rows, tiles, dtype=torch.float32, device=device)
     counts = torch.empty(rows, tiles, dtype=torch.int32, device=device)
@@ -96,10 +96,11 @@ def score_by(
 
 
 @functools.cache
-def _num_processors(device: torch.device) -> int:
-    if device.type != "cuda":
+def _num_processors() -> int:
+    if INTERPRETED.value:
         return PROCESSORS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    driver = triton.runtime.driver.active
+    return int(driver.utils.get_device_properties(driver.get_current_device())["multiprocessor_count"])
 
 
 @triton.jit

@@ -146,3 +146,13 @@ def wrong_side(truncated: Tensor, row: Tensor, cut: tuple[int, float, float]) ->
 
 def _distance(values: Tensor, bound: float) -> float:
     return float((values - bound).abs().min())
+
+
+def same(a: Any, b: Any) -> bool:
+    """To the bit, NaN included."""
+    if isinstance(a, tuple):
+        return all(same(x, y) for x, y in zip(a, b, strict=True))
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))

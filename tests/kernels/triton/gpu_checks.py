@@ -16,7 +16,7 @@ from triton.runtime.jit import JITFunction
 
 from purestep.kernels.reference import reference
 from purestep.kernels.triton import cuda_donating
-from tests.kernels.triton.cases import AttentionCase, attention_case, relative_error, wrong_side
+from tests.kernels.triton.cases import AttentionCase, attention_case, relative_error, same, wrong_side
 
 Result = tuple[str, bool, str]  # what was checked, whether it holds, by how much
 ERROR = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -154,16 +154,6 @@ def _attention(case: AttentionCase) -> tuple[bool, str]:
     wanted[slots // block_size, :, slots % block_size] = torch.stack((t["k"], t["v"]), 1)
     frame = same(kv[1:], wanted[1:])
     return error < ERROR[out.dtype] and zeros and frame, f"error {error:.1e} zeros {zeros} frame {frame}"
-
-
-def same(a: Any, b: Any) -> bool:
-    """To the bit, NaN included."""
-    if isinstance(a, tuple):
-        return all(same(x, y) for x, y in zip(a, b, strict=True))
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    return torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
 
 
 def _dense() -> tuple[bool, str]:

@@ -21,7 +21,7 @@ from purestep.pure.models.llama import llama
 from purestep.pure.record import replace
 from purestep.pure.records.params import Params
 from tests.kernels.triton.bare import BareStep
-from tests.kernels.triton.cases import attention_case, relative_error
+from tests.kernels.triton.cases import attention_case, relative_error, same
 from tests.kernels.triton.gpu_checks import (
     ERROR,
     SHAPES,
@@ -30,7 +30,6 @@ from tests.kernels.triton.gpu_checks import (
     integers,
     normal,
     poisoned,
-    same,
 )
 
 BF16 = torch.bfloat16

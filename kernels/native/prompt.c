@@ -10,6 +10,16 @@ struct prompt {
     float *values;                        // [kv_heads, end - begin, dim]
 };
 
+// Scores of a tile of queries, which lie k by k.
+static void add_scores(int rows, const float *q, const float *keys, long dim, floats *left, floats *right) {
+    WITH_ROWS(rows, products(ROWS, q, 1, TILE, keys, PANEL, dim, left, right));
+}
+
+static void add_values(int rows, const float *weights, long step, const float *values, long dim, long n, floats *left,
+                       floats *right) {
+    WITH_ROWS(rows, products(ROWS, weights, step, 1, values, dim, n, left, right));
+}
+
 static void gather(const struct attention *of, const struct prompt *at) {
     const long dim = of->dim, size = at->end - at->begin, first = first_seen(of, at->length - at->queries);
 #pragma omp parallel for schedule(static) num_threads(of->threads)
@@ -34,13 +44,13 @@ static void some_rows(const struct attention *of, const struct prompt *at, long 
 
     for (long r = 0; r < rows; r++) {
         const float *x = of->q + ((at->token + (first + r) / shared) * of->heads + h * shared + (first + r) % shared) * dim;
-        for (long i = 0; i < dim; i++) q[r * dim + i] = x[i] * of->scale;
+        for (long i = 0; i < dim; i++) q[(r / TILE * dim + i) * TILE + r % TILE] = x[i] * of->scale;
     }
     for (long t = from; t < last - at->begin; t += PANEL)
         for (long r = 0; r < rows; r += TILE) {
             const int tile = rows - r < TILE ? (int)(rows - r) : TILE;
             floats left[TILE] = {{0}}, right[TILE] = {{0}};
-            WITH_ROWS(tile, add_products(ROWS, q + r * dim, dim, keys + t * dim, PANEL, dim, left, right));
+            add_scores(tile, q + r * dim, keys + t * dim, dim, left, right);
             for (int i = 0; i < tile; i++) {
                 store(scores + (r + i) * wide + t, left[i]);
                 store(scores + (r + i) * wide + t + WIDTH, right[i]);
@@ -58,8 +68,7 @@ static void some_rows(const struct attention *of, const struct prompt *at, long 
             const int tile = rows - r < TILE ? (int)(rows - r) : TILE;
             floats left[TILE] = {{0}}, right[TILE] = {{0}};
             const long skip = low - at->begin;
-            WITH_ROWS(tile, add_products(ROWS, scores + r * wide + skip, wide, values + skip * dim + d, dim, last - low,
-                                         left, right));
+            add_values(tile, scores + r * wide + skip, wide, values + skip * dim + d, dim, last - low, left, right);
             for (int i = 0; i < tile; i++) {
                 const long row = first + r + i;
                 float *out = of->out + ((at->token + row / shared) * of->heads + h * shared + row % shared) * dim + d;

@@ -49,19 +49,22 @@ static const float *decoded(int kind, const uint8_t *panel, long in, float *numb
     return numbers;
 }
 
-// x [n, in] as tiles of TILE rows that lie k by k: in strides of a power of two they would have the same places in a
-// cache, and it would fetch as many sequences of numbers as there are rows.
+// x [n, in] as tiles of TILE rows, which lie beside each other WIDTH numbers at a time: in strides of a power of two they
+// would have the same places in a cache, and it would fetch as many sequences of numbers as there are rows.
 static void pack_tiles(const float *x, float *tiles, long n, long in, int threads) {
+    const long size = (in + WIDTH - 1) / WIDTH * WIDTH * TILE;
 #pragma omp parallel for schedule(static) num_threads(threads)
-    for (long m = 0; m < n; m += TILE) {
-        const long rows = n - m < TILE ? n - m : TILE;
-        for (long k = 0; k < in; k++)
-            for (long r = 0; r < rows; r++) tiles[m * in + k * TILE + r] = x[(m + r) * in + k];
+    for (long r = 0; r < n; r++) {
+        const float *row = x + r * in;
+        float *to = tiles + r / TILE * size + r % TILE * WIDTH;
+        long k = 0;
+        for (; k + WIDTH <= in; k += WIDTH) store(to + k * TILE, load(row + k));
+        if (k < in) memcpy(to + k * TILE, row + k, (size_t)(in - k) * sizeof(float));
     }
 }
 
 static void add_many(int rows, const float *tile, const float *numbers, long in, floats *left, floats *right) {
-    WITH_ROWS(rows, products(ROWS, tile, 1, TILE, numbers, PANEL, in, left, right));
+    WITH_ROWS(rows, products(ROWS, tile, WIDTH, WIDTH, TILE * WIDTH, numbers, PANEL, in, left, right));
 }
 
 INLINE void put(float *y, long columns, floats left, floats right) {
@@ -95,7 +98,7 @@ static void one_panel(const struct product *of, const float *tiles, long p, long
     }
     for (long m = first; m < end; m += TILE) {
         const int rows = end - m < TILE ? (int)(end - m) : TILE;
-        const float *x = (tiles ? tiles : of->x) + m * in;
+        const float *x = tiles ? tiles + m * ((in + WIDTH - 1) / WIDTH * WIDTH) : of->x + m * in;
         floats left[TILE] = {{0}}, right[TILE] = {{0}}, up_left[TILE] = {{0}}, up_right[TILE] = {{0}};
         if (tiles) add_many(rows, x, numbers, in, left, right);
         else add_few(of->kind, rows, x, in, panel, left, right);
@@ -117,7 +120,7 @@ int multiply(const struct product *of) {
     const long chunks = (of->n * of->in * 4 + MOST_BYTES - 1) / MOST_BYTES;
     const long chunk = (of->n + chunks * TILE - 1) / (chunks * TILE) * TILE;
     const long room = of->n > TILE && of->kind != FLOAT32 ? 2 * of->in * PANEL : 0;
-    const long size = of->n > TILE ? (of->n + TILE - 1) / TILE * TILE * of->in : 0;
+    const long size = of->n > TILE ? (of->n + TILE - 1) / TILE * TILE * ((of->in + WIDTH - 1) / WIDTH * WIDTH) : 0;
     float *scratch = malloc((size_t)(of->threads * room + size + 1) * sizeof(float));
     if (!scratch) return 0;
     float *tiles = size ? scratch + of->threads * room : 0;

@@ -10,14 +10,14 @@ struct prompt {
     float *values;                        // [kv_heads, end - begin, dim]
 };
 
-// Scores of a tile of queries, which lie k by k.
+// Scores of a tile of queries, which lie as those of a product.
 static void add_scores(int rows, const float *q, const float *keys, long dim, floats *left, floats *right) {
-    WITH_ROWS(rows, products(ROWS, q, 1, TILE, keys, PANEL, dim, left, right));
+    WITH_ROWS(rows, products(ROWS, q, WIDTH, WIDTH, TILE * WIDTH, keys, PANEL, dim, left, right));
 }
 
 static void add_values(int rows, const float *weights, long step, const float *values, long dim, long n, floats *left,
                        floats *right) {
-    WITH_ROWS(rows, products(ROWS, weights, step, 1, values, dim, n, left, right));
+    WITH_ROWS(rows, products(ROWS, weights, step, n, 0, values, dim, n, left, right));
 }
 
 static void gather(const struct attention *of, const struct prompt *at) {
@@ -44,7 +44,8 @@ static void some_rows(const struct attention *of, const struct prompt *at, long 
 
     for (long r = 0; r < rows; r++) {
         const float *x = of->q + ((at->token + (first + r) / shared) * of->heads + h * shared + (first + r) % shared) * dim;
-        for (long i = 0; i < dim; i++) q[(r / TILE * dim + i) * TILE + r % TILE] = x[i] * of->scale;
+        float *to = q + r / TILE * TILE * dim + r % TILE * WIDTH;
+        for (long i = 0; i < dim; i += WIDTH) store(to + i * TILE, load(x + i) * of->scale);
     }
     for (long t = from; t < last - at->begin; t += PANEL)
         for (long r = 0; r < rows; r += TILE) {

@@ -76,22 +76,23 @@ INLINE floats silu(floats x) { return x / (exponential(-x) + 1.0f); }
 #define TILE 3 // 16 of 8 floats, or 32 of 4
 #endif
 
-// Add to a tile of sums the products of `rows` rows of x and PANEL columns, for k from 0 to n: x[row * row_step + k *
-// k_step] * panel[k * panel_step + column]. Sums are added up in the order of k, so that a row's bits do not depend on
-// the others.
-INLINE void products(int rows, const float *x, long row_step, long k_step, const float *panel, long panel_step, long n,
-                     floats *left, floats *right) {
+// Add to a tile of sums the products of `rows` rows of x and PANEL columns, for k from 0 to n. Rows lie in parts of
+// `part` numbers each, part_step apart: x[k / part * part_step + row * row_step + k % part]; columns at panel[k *
+// panel_step]. Sums are added up in the order of k, so that a row's bits do not depend on the others.
+INLINE void products(int rows, const float *x, long row_step, long part, long part_step, const float *panel,
+                     long panel_step, long n, floats *left, floats *right) {
     floats l[TILE], r[TILE]; // of this function alone: these stay in registers
     for (int i = 0; i < rows; i++) l[i] = left[i], r[i] = right[i];
-    for (long k = 0; k < n; k++, panel += panel_step, x += k_step) {
-        __builtin_prefetch(panel + AHEAD * panel_step); // beyond the end too, which does no harm
-        __builtin_prefetch(panel + AHEAD * panel_step + WIDTH);
-        const floats a = load(panel), b = load(panel + WIDTH);
-        for (int i = 0; i < rows; i++) {
-            l[i] += x[i * row_step] * a;
-            r[i] += x[i * row_step] * b;
+    for (long start = 0; start < n; start += part, x += part_step)
+        for (long k = 0; k < part && start + k < n; k++, panel += panel_step) {
+            __builtin_prefetch(panel + AHEAD * panel_step); // beyond the end too, which does no harm
+            __builtin_prefetch(panel + AHEAD * panel_step + WIDTH);
+            const floats a = load(panel), b = load(panel + WIDTH);
+            for (int i = 0; i < rows; i++) {
+                l[i] += x[i * row_step + k] * a;
+                r[i] += x[i * row_step + k] * b;
+            }
         }
-    }
     for (int i = 0; i < rows; i++) left[i] = l[i], right[i] = r[i];
 }
 

@@ -112,20 +112,21 @@ def obeys(tokens: np.ndarray, mask: GrammarMask) -> bool:
     return all(own < 0 or bits[own, token] for token, own in pairs)
 
 
-def prefill_s(engine: Engine, params: SamplingParams, method: Method, clock: Clock) -> float:
-    """Seconds up to the first token of every prompt; each repeat has prompts that none had before."""
-    seconds = []
+def prefills_s(engine: Engine, kinds: Sequence[SamplingParams], method: Method, clock: Clock) -> list[float]:
+    """Seconds up to the first token of every prompt, by kind; kinds take turns, with prompts that none had before."""
+    seconds = [list[float]() for _ in kinds]
     for repeat in range(1 + method.repeats):
-        seed = PREFILL_SEED + repeat
-        prompts = random_prompts(
-            engine.limits.vocab_size, method.prefill_batch, method.prefill_length, seed=seed
-        )
-        begun = clock.idle()
-        results = engine.generate(prompts, replace(params, max_tokens=1), progress=False)
-        seconds.append(clock.idle() - begun)
-        scored = params.prompt_logprobs is not None
-        assert all((result.prompt_logprobs is not None) == scored for result in results)
-    return statistics.median(seconds[1:])
+        for number, (params, own) in enumerate(zip(kinds, seconds, strict=True)):
+            seed = PREFILL_SEED + repeat * len(kinds) + number
+            prompts = random_prompts(
+                engine.limits.vocab_size, method.prefill_batch, method.prefill_length, seed=seed
+            )
+            begun = clock.idle()
+            results = engine.generate(prompts, replace(params, max_tokens=1), progress=False)
+            own.append(clock.idle() - begun)
+            scored = params.prompt_logprobs is not None
+            assert all((result.prompt_logprobs is not None) == scored for result in results)
+    return [statistics.median(own[1:]) for own in seconds]
 
 
 def measure(
@@ -145,9 +146,9 @@ def measure(
             yield row("penalties", batch, penalized, greedy, "ms")
             yield row("masks", batch, masked, halves, "ms") | {"whole_ms": greedy, "obeyed": obeyed}
     with prefill_engine(loaded, subject, method) as engine:
-        plain = prefill_s(engine, GREEDY, method, clock)
-        for wanted in (0, 1):
-            scored = prefill_s(engine, replace(GREEDY, prompt_logprobs=wanted), method, clock)
+        kinds = [GREEDY, *(replace(GREEDY, prompt_logprobs=wanted) for wanted in (0, 1))]
+        plain, *others = prefills_s(engine, kinds, method, clock)
+        for wanted, scored in enumerate(others):
             facts = {"length": method.prefill_length, "prompt_logprobs": wanted}
             yield row("prompt logprobs", method.prefill_batch, scored, plain, "s") | facts
 

@@ -125,9 +125,10 @@ int multiply(const struct product *of) {
     if (!scratch) return 0;
     float *tiles = size ? scratch + of->threads * room : 0;
     if (tiles) pack_tiles(of->x, tiles, of->n, of->in, of->threads);
+    const long at_once = of->n > TILE ? 1 : 4; // panels that a thread takes: one that is held up takes fewer
     for (long first = 0; first < of->n; first += chunk) {
         const long end = first + chunk < of->n ? first + chunk : of->n;
-#pragma omp parallel for schedule(static) num_threads(of->threads)
+#pragma omp parallel for schedule(dynamic, at_once) num_threads(of->threads)
         for (long p = 0; p < (of->out + PANEL - 1) / PANEL; p++)
             one_panel(of, tiles, p, first, end, scratch + omp_get_thread_num() * room);
     }

@@ -27,10 +27,13 @@ INLINE void store(float *to, floats x) { *(floats_at *)to = x; }
 INLINE float sum(floats x) {
     typedef float eight __attribute__((vector_size(32)));
     typedef float four __attribute__((vector_size(16)));
-    eight a = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) +
-              __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
-    four b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
-    return (b[0] + b[2]) + (b[1] + b[3]);
+    eight a[2];
+    four b[2];
+    memcpy(a, &x, sizeof a);
+    a[0] += a[1];
+    memcpy(b, a, sizeof b);
+    b[0] += b[1];
+    return (b[0][0] + b[0][2]) + (b[0][1] + b[0][3]);
 }
 
 INLINE ints bits_of(floats x) {

@@ -5,8 +5,6 @@ of the columns by the same instructions, and tiles of the vocabulary are joined 
 depends on nothing but that row and the weight.
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -31,7 +29,7 @@ from purestep.kernels.types import Kernels
 
 ROWS, VOCAB, STEP = 128, 256, 64  # a tile: of x, of the weight, and columns that are multiplied at a time
 OWN_ROWS = 64
-PROCESSORS = 132  # of an H200: each takes one tile after the other
+PROGRAMS = 132  # one on each processor of an H200, which takes one tile after the other
 LOG2_E = tl.constexpr(1.4426950408889634)
 GROUP = 4  # tiles of the vocabulary whose weights are shared while they are in the cache
 ROWS_AT_ONCE = 8192  # a tile of the vocabulary leaves 16 bytes of each
@@ -71,7 +69,7 @@ def score_by(
     """`score_hidden` by tiles of this size; at most one likeliest token, and tiles divide width and vocabulary."""
     (rows, width), vocab, n, device = x.shape, len(weight), num_logprobs, x.device
     row_tiles, tiles = cdiv(rows, tile[0]), vocab // tile[1]
-    programs = min(row_tiles * tiles, _num_processors())
+    programs = min(row_tiles * tiles, PROGRAMS)
     own = torch.empty(rows, dtype=torch.float32, device=device)
     totals = torch.empty(2, rows, tiles, dtype=torch.float32, device=device)
     counts = torch.empty(rows, tiles, dtype=torch.int32, device=device)
@@ -93,14 +91,6 @@ def score_by(
         TILES=next_power_of_2(tiles),
     )  # fmt: skip
     return out_ids, out_values, ranks
-
-
-@functools.cache
-def _num_processors() -> int:
-    if INTERPRETED.value:
-        return PROCESSORS
-    driver = triton.runtime.driver.active
-    return int(driver.utils.get_device_properties(driver.get_current_device())["multiprocessor_count"])
 
 
 @triton.jit

@@ -105,8 +105,8 @@ def _multiply(
     library: ctypes.CDLL, x: Tensor, weight: PanelWeight, bias: Tensor | None, *, is_gated: bool
 ) -> Tensor:
     num_out, num_in = weight.dense.shape
-    y = x.new_empty(len(x), num_out // 2 if is_gated else num_out)
-    sizes = (len(x), num_in, y.shape[1], weight.kind, is_gated, torch.get_num_threads())
+    y = x.new_empty(x.shape[0], num_out // 2 if is_gated else num_out)
+    sizes = (x.shape[0], num_in, y.shape[1], weight.kind, is_gated, torch.get_num_threads())
     bias_at = None if bias is None else bias.data_ptr()
     product = _Product(weight.panels.data_ptr(), x.data_ptr(), bias_at, y.data_ptr(), *sizes)
     if not library.multiply(ctypes.byref(product)):

@@ -44,17 +44,26 @@ def prepare(library: ctypes.CDLL, weight: Tensor) -> Tensor | PackedWeight | Pan
     """
     if not (is_float(weight) and weight.ndim == 2 and weight.numel() and weight.device.type == "cpu"):
         return dense.prepare(weight)
+    num_threads = torch.get_num_threads()
+    for kind in (FOUR_BITS, EIGHT_BITS, BFLOAT16):
+        # The first rows tell nearly always.
+        if _packed(library, weight[:PANEL], kind, num_threads=1) is not None:
+            panels = _packed(library, weight, kind, num_threads=num_threads)
+            if panels is not None:
+                return PanelWeight(dense=weight, panels=panels, kind=kind)
+    panels = _packed(library, weight, FLOAT32, num_threads=num_threads)
+    assert panels is not None, "float32 holds every float32"
+    return PanelWeight(dense=weight, panels=panels, kind=FLOAT32)
+
+
+def _packed(library: ctypes.CDLL, weight: Tensor, kind: int, *, num_threads: int) -> Tensor | None:
+    """The panels of a weight [out, in], None if some of its numbers are not of this kind."""
     num_out, num_in = weight.shape
-    for kind in (FOUR_BITS, EIGHT_BITS, BFLOAT16, FLOAT32):
-        if num_in % PANEL and kind in (FOUR_BITS, EIGHT_BITS):
-            continue
-        panels = torch.zeros(
-            -(-num_out // PANEL) * -(-num_in // PANEL) * BLOCK_BYTES[kind], dtype=torch.uint8
-        )
-        sizes = (num_out, num_in, torch.get_num_threads())
-        if library.pack(kind, weight.data_ptr(), panels.data_ptr(), *sizes):
-            return PanelWeight(dense=weight, panels=panels, kind=kind)
-    raise AssertionError("float32 holds every float32")
+    if num_in % PANEL and kind in (FOUR_BITS, EIGHT_BITS):
+        return None
+    panels = torch.zeros(-(-num_out // PANEL) * -(-num_in // PANEL) * BLOCK_BYTES[kind], dtype=torch.uint8)
+    is_whole = library.pack(kind, weight.data_ptr(), panels.data_ptr(), num_out, num_in, num_threads)
+    return panels if is_whole else None
 
 
 def is_float(*tensors: Tensor | None) -> bool:

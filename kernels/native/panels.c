@@ -80,8 +80,11 @@ int pack(int kind, const float *weight, uint8_t *panels, long out, long in, int 
         const long first = at / blocks * PANEL, start = at % blocks * BLOCK;
         const long n = in - start < BLOCK ? in - start : BLOCK, rows = out - first < PANEL ? out - first : PANEL;
         for (int column = 0; column < rows; column++) {
+            const float *from = weight + (first + column) * in + start;
             float w[BLOCK] = {0};
-            memcpy(w, weight + (first + column) * in + start, (size_t)n * sizeof(float));
+            memcpy(w, from, (size_t)n * sizeof(float));
+            __builtin_prefetch(from + 2 * BLOCK); // as many sequences as there are rows are not fetched by themselves
+            __builtin_prefetch(from + 2 * BLOCK + WIDTH);
             if (!put_row(kind, w, panels + at * bytes, column)) {
 #pragma omp atomic write
                 fits = 0;

@@ -2,6 +2,7 @@
 
 import ctypes
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -72,10 +73,12 @@ def attend_qkv(
     """As the reference's. Soft caps, caches of eight bits and heads that are no multiple of 32 are torch's.
 
     Raises:
-        IndexError: a slot or a block that is not in the cache; nothing was written if it is a slot.
+        IndexError: lengths or starts that are none, or a slot or a block that is not in the cache; nothing was written
+            unless it is a block.
     """
-    is_ours = soft_cap is None and kv_scales is None and kv.shape[4] % PANEL == 0
     batch = (query_start_loc, seq_lens, block_table, slot_mapping)
+    has_window = sliding_window is None or sliding_window > 0
+    is_ours = soft_cap is None and kv_scales is None and has_window and _fits(qkv, kv, q_gain, k_gain)
     if not (is_ours and is_float(qkv, kv, cos, sin, q_gain, k_gain)):
         form: dict[str, Any] = {
             "sliding_window": sliding_window,
@@ -95,17 +98,36 @@ def attend_qkv(
 @torch.inference_mode(False)  # what is kept may be of use to who differentiates
 def rows_of(starts: tuple[int, ...], lens: tuple[int, ...], num_tokens: int) -> Rows:
     """The rows of a step, by its query_start_loc and seq_lens."""
-    if starts[-1] > num_tokens or len(starts) != len(lens) + 1:
-        raise IndexError(f"query_start_loc {starts} and {len(lens)} lengths for {num_tokens} tokens")
-    attending = [r for r, length in enumerate(lens) if length and starts[r + 1] > starts[r]]
-    decodes = [r for r in attending if starts[r + 1] - starts[r] == 1]
-    prompts = [(r, starts[r], starts[r + 1] - starts[r], lens[r]) for r in attending if r not in decodes]
+    queries = [end - start for start, end in pairwise(starts)]
+    is_right = len(queries) == len(lens) and starts[0] >= 0 and starts[-1] <= num_tokens
+    if not is_right or not all(
+        n >= 0 <= length and (not length or n <= length) for n, length in zip(queries, lens, strict=True)
+    ):
+        raise IndexError(f"query_start_loc {starts} and seq_lens {lens} for {num_tokens} tokens")
+    decodes = [r for r, length in enumerate(lens) if length and queries[r] == 1]
+    prompts = [
+        (r, starts[r], queries[r], length) for r, length in enumerate(lens) if length and queries[r] > 1
+    ]
     return Rows(
         decodes=torch.tensor(decodes, dtype=torch.int64),
         tokens=torch.tensor([starts[r] for r in decodes], dtype=torch.int64),
         longest=max((lens[r] for r in decodes), default=0),
         prompts=tuple(prompts),
         is_whole=len(decodes) + sum(n for _, _, n, _ in prompts) == num_tokens,
+    )
+
+
+def _fits(qkv: Tensor, kv: Tensor, *gains: Tensor | None) -> bool:
+    """Whether heads and blocks are of the shapes that the C code takes for granted."""
+    _, planes, _, num_kv_heads, dim = kv.shape
+    num_heads = qkv.shape[1] // dim - 2 * num_kv_heads
+    return (
+        planes == 2
+        and dim % PANEL == 0
+        and qkv.shape[1] % dim == 0
+        and num_heads > 0
+        and num_heads % num_kv_heads == 0
+        and all(gain is None or gain.shape == (dim,) for gain in gains)
     )
 
 

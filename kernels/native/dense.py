@@ -8,6 +8,7 @@ import ctypes
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from purestep.kernels.cpu import dense
 from purestep.kernels.cpu.dense import PackedWeight
@@ -42,16 +43,17 @@ def prepare(library: ctypes.CDLL, weight: Tensor) -> Tensor | PackedWeight | Pan
     For float32 panels of the smallest numbers that are the weight's own: a sixth of its bytes to all of them again.
     Like all copies they do not follow later changes of the weight. Other types as `donating` prepares them.
     """
-    if not (is_float(weight) and weight.ndim == 2 and weight.numel() and weight.device.type == "cpu"):
+    numbers = weight.detach().contiguous()
+    if not (is_float(numbers) and weight.ndim == 2 and weight.numel()):
         return dense.prepare(weight)
     num_threads = torch.get_num_threads()
     for kind in (FOUR_BITS, EIGHT_BITS, BFLOAT16):
         # The first rows tell nearly always.
-        if _packed(library, weight[:PANEL], kind, num_threads=1) is not None:
-            panels = _packed(library, weight, kind, num_threads=num_threads)
+        if _packed(library, numbers[:PANEL], kind, num_threads=1) is not None:
+            panels = _packed(library, numbers, kind, num_threads=num_threads)
             if panels is not None:
                 return PanelWeight(dense=weight, panels=panels, kind=kind)
-    panels = _packed(library, weight, FLOAT32, num_threads=num_threads)
+    panels = _packed(library, numbers, FLOAT32, num_threads=num_threads)
     assert panels is not None, "float32 holds every float32"
     return PanelWeight(dense=weight, panels=panels, kind=FLOAT32)
 
@@ -67,8 +69,25 @@ def _packed(library: ctypes.CDLL, weight: Tensor, kind: int, *, num_threads: int
 
 
 def is_float(*tensors: Tensor | None) -> bool:
-    """Whether all of them are what the C kernels read: float32 that follow each other in memory."""
-    return all(x is None or (x.dtype is torch.float32 and x.is_contiguous()) for x in tensors)
+    """Whether all of them are what the C kernels read: float32 of the CPU whose numbers follow each other in memory.
+
+    Not what is traced or transformed, nor what is differentiated: of that C knows nothing.
+    """
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    is_tracked = torch.is_grad_enabled()
+    return all(
+        x is None
+        or (
+            x.dtype is torch.float32
+            and x.is_cpu
+            and x.is_contiguous()
+            and not (is_tracked and x.requires_grad)
+            and not x.is_neg()
+            and type(x) in (Tensor, Parameter)
+        )
+        for x in tensors
+    )
 
 
 def embed(weight: Tensor | PackedWeight | PanelWeight, ids: Tensor) -> Tensor:
@@ -85,8 +104,8 @@ def linear(
     """
     if not isinstance(weight, PanelWeight):
         return dense.linear(x, weight, bias)
-    num_out, num_in = weight.dense.shape
-    if not (x.shape[1:] == (num_in,) and is_float(x, bias) and (bias is None or bias.shape == (num_out,))):
+    x = x.contiguous()
+    if not _fits(x, weight, bias):
         return dense.linear(x, weight.dense, bias)
     return _multiply(library, x, weight, bias, is_gated=False)
 
@@ -105,9 +124,15 @@ def norm_gate_up(
         normed, total = kernels.rms_norm(x, gain, eps), x
     else:
         normed, total = kernels.add_rms_norm(x, residual, gain, eps)
-    if isinstance(weight, PanelWeight) and weight.dense.shape[0] % (2 * PANEL) == 0 and is_float(normed):
+    if isinstance(weight, PanelWeight) and weight.dense.shape[0] % (2 * PANEL) == 0 and _fits(normed, weight):
         return _multiply(library, normed, weight, None, is_gated=True), total
     return kernels.silu_and_mul(kernels.linear(normed, weight, None)), total
+
+
+def _fits(x: Tensor, weight: PanelWeight, bias: Tensor | None = None) -> bool:
+    """Whether C may multiply these: float32, and of the shapes that it takes for granted."""
+    num_out, num_in = weight.dense.shape
+    return x.shape[1:] == (num_in,) and is_float(x, bias) and (bias is None or bias.shape == (num_out,))
 
 
 def _multiply(
@@ -148,7 +173,7 @@ def add_rms_norm(
 
 def silu_and_mul(library: ctypes.CDLL, gate_up: Tensor) -> Tensor:
     """silu(gate) * up, for gate_up = [gate, up] along the last dimension: [n, 2 * width] to [n, width]."""
-    if not is_float(gate_up):
+    if not is_float(gate_up) or gate_up.shape[-1] % 2:
         return dense.silu_and_mul(gate_up)
     width = gate_up.shape[-1] // 2
     y = gate_up.new_empty(*gate_up.shape[:-1], width)

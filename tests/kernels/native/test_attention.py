@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from purestep.kernels.donating import donating
 from purestep.kernels.reference import reference
 from purestep.kernels.types import Kernels
 from tests.kernels.attention_cases import Case, cases
@@ -160,6 +161,10 @@ def test_writes_where_the_cache_lies(variant: str) -> None:
         ("seq_lens", torch.tensor([4, 500], dtype=torch.int32)),
         ("seq_lens", torch.tensor([4], dtype=torch.int32)),
         ("query_start_loc", torch.tensor([0, 1, 7], dtype=torch.int32)),
+        ("query_start_loc", torch.tensor([-1, 1, 6], dtype=torch.int32)),
+        ("query_start_loc", torch.tensor([0, 6, 5], dtype=torch.int32)),
+        ("seq_lens", torch.tensor([4, 3], dtype=torch.int32)),
+        ("seq_lens", torch.tensor([-4, 5], dtype=torch.int32)),
         ("cos", torch.zeros(1, 32)),
     ],
 )
@@ -170,3 +175,29 @@ def test_what_lies_outside_is_refused(variant: str, name: str, value: Tensor) ->
     with pytest.raises(IndexError):
         run(kernels_of(variant), given | {name: value})
     assert equal(given["kv"], kv)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("sliding_window", lambda _: 0),
+        ("sliding_window", lambda _: -5),
+        ("q_gain", lambda _: torch.ones(1)),
+        ("kv", lambda kv: kv[:, :1].contiguous()),
+        ("qkv", lambda qkv: qkv[:, :-1].contiguous()),
+        ("qkv", lambda qkv: qkv[:, : 9 * 64].contiguous()),
+        ("qkv", lambda qkv: qkv[:, : 4 * 64].contiguous()),
+    ],
+)
+def test_other_shapes_are_torchs(variant: str, name: str, change: Any) -> None:
+    """They are computed, or refused, as torch's kernels do it."""
+    given = long_case([(3, 1), (0, 5)], None, 0)
+    given |= {name: change(given[name])}
+
+    def outcome(kernels: Kernels) -> object:
+        try:
+            return run(kernels, given)
+        except Exception as error:
+            return type(error)
+
+    assert equal(outcome(kernels_of(variant)), outcome(donating))

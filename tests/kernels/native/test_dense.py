@@ -5,6 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import Parameter
 
 from purestep.kernels.native.dense import BFLOAT16, EIGHT_BITS, FLOAT32, FOUR_BITS, PanelWeight
 from purestep.kernels.reference import reference
@@ -165,6 +167,36 @@ def test_other_types_and_shapes_are_torchs(variant: str) -> None:
         kernels.linear(torch.ones(3, 9), prepared, None)
     with pytest.raises(RuntimeError):
         kernels.rms_norm(torch.ones(3, 8), torch.ones(9), 1e-5)
+
+
+def test_what_c_knows_nothing_of_is_torchs(variant: str) -> None:
+    """Other devices, what is traced or transformed, gradients, shapes that do not match."""
+    kernels = kernels_of(variant)
+    x, gain, prepared = normal(3, 8, seed=0), normal(8, seed=1), kernels.prepare(normal(64, 8, seed=2))
+
+    assert kernels.rms_norm(x.to("meta"), gain.to("meta"), 1e-5).is_meta
+    graph = make_fx(lambda x: kernels.silu_and_mul(kernels.rms_norm(x, gain, 1e-5)))(x)
+    torch.testing.assert_close(graph(2 * x), kernels.silu_and_mul(kernels.rms_norm(2 * x, gain, 1e-5)))
+    each = torch.vmap(lambda row: kernels.rms_norm(row, gain, 1e-5))(x)
+    torch.testing.assert_close(each, kernels.rms_norm(x, gain, 1e-5))
+    slope = torch.func.grad(lambda x: kernels.linear(x, prepared, None).sum())(x)
+    torch.testing.assert_close(slope, prepared.dense.sum(0).expand(3, 8))
+    assert kernels.add_rms_norm(x.clone().requires_grad_(), x, gain, 1e-5)[0].requires_grad
+    torch.testing.assert_close(kernels.silu_and_mul(torch._neg_view(x)), kernels.silu_and_mul(-x))
+    with pytest.raises(RuntimeError):
+        kernels.norm_gate_up(kernels, x[:, :4].contiguous(), None, gain[:4], 1e-5, prepared)
+    with pytest.raises(RuntimeError):
+        kernels.silu_and_mul(x[:, :7].contiguous())
+
+
+def test_weights_and_rows_in_another_order_have_the_same_bits(variant: str) -> None:
+    """What does not follow each other in memory is brought into order first."""
+    kernels = kernels_of(variant)
+    weight, x = normal(40, 64, seed=0), normal(20, 64, seed=1)
+    want = kernels.linear(x, kernels.prepare(weight), None)
+    turned = weight.T.contiguous().T
+    assert equal(kernels.linear(x.T.contiguous().T, kernels.prepare(turned), None), want)
+    assert equal(kernels.linear(x, kernels.prepare(Parameter(weight)), None), want)
 
 
 def test_a_prepared_weight_keeps_the_weight_and_a_copy(variant: str) -> None:

@@ -1,6 +1,7 @@
 """Compiling the CPU's kernels: once, kept on disk, and what is said where it can not be done."""
 
 import ctypes
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -40,7 +41,7 @@ def test_a_damaged_library_is_made_anew(
 
 def test_a_compiler_may_come_with_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("CC", "cc -DANYTHING")
+    monkeypatch.setenv("CC", f"{shutil.which('cc') or 'gcc'} -DANYTHING")
     assert native.compiled().exists()
 
 

@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import platform
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -22,6 +23,7 @@ def kernels_of(variant: str) -> Kernels:
     sources = [str(path) for path in Path(native.__file__).parent.glob("*.c")]
     machine = ["-march=x86-64-v2"] if platform.machine() == "x86_64" else []
     with tempfile.TemporaryDirectory() as folder:
-        command = ["cc", *FLAGS, *machine, "-fopenmp", *sources, "-o", f"{folder}/narrow.so", "-lm"]
+        compiler, target = shutil.which("cc") or "gcc", f"{folder}/narrow.so"
+        command = [compiler, *FLAGS, *machine, "-fopenmp", *sources, "-o", target, "-lm"]
         subprocess.run(command, check=True, timeout=120)
-        return native.cpu_native(ctypes.CDLL(f"{folder}/narrow.so"))
+        return native.cpu_native(ctypes.CDLL(target))

@@ -130,7 +130,7 @@ def _token_ids(prompt: Prompt, tokenizer: Tokenizer | None, add_special_tokens: 
             return tuple(map(operator.index, prompt))
         except (TypeError, ValueError):
             raise InvalidRequestError(
-                f"a prompt is text or token ids (whole numbers), got {prompt!r}"
+                f"a prompt is text or token ids (whole numbers), got {reprlib.repr(prompt)}"
             ) from None
     if tokenizer is None:
         raise InvalidRequestError(
@@ -163,7 +163,7 @@ def one_each(
         return [params] * num_prompts
     if not isinstance(params, Sequence):
         raise InvalidParameterError(
-            f"sampling parameters are SamplingParams, or a list of them, not {params!r}"
+            f"sampling parameters are SamplingParams, or a list of them, not {reprlib.repr(params)}"
         )
     if len(params) != num_prompts:
         raise InvalidParameterError(
@@ -187,7 +187,9 @@ def ids_of(req_ids: object) -> list[str]:
     many = req_ids if isinstance(req_ids, Iterable) and not isinstance(req_ids, str) else [req_ids]
     ids = list(many)
     if wrong := [req_id for req_id in ids if not isinstance(req_id, str)]:
-        raise InvalidRequestError(f"req_id={wrong[0]!r}: an id is text; give one, or a list of them")
+        raise InvalidRequestError(
+            f"req_id={reprlib.repr(wrong[0])}: an id is text; give one, or a list of them"
+        )
     return list(dict.fromkeys(ids))
 
 
@@ -212,9 +214,13 @@ def check_request(req_id: object, params: object, priority: object, stream: obje
             are no SamplingParams.
     """
     if not isinstance(req_id, str):
-        raise InvalidRequestError(f"req_id={req_id!r}: an id is text")
+        raise InvalidRequestError(
+            f"req_id={reprlib.repr(req_id)}: an id is text; it comes first, then the prompt"
+        )
     if not isinstance(params, SamplingParams):
-        raise InvalidRequestError(f"request {req_id!r}: sampling_params={params!r}: give SamplingParams")
+        raise InvalidRequestError(
+            f"request {req_id!r}: sampling_params={reprlib.repr(params)}: give SamplingParams"
+        )
     for name, value in (("priority", priority), ("stream", 0 if stream is None else stream)):
         if type(value) is not int or abs(value) >= 2**62:
             raise InvalidRequestError(

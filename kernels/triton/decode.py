@@ -46,13 +46,19 @@ def decode_tile(dtype: torch.dtype, head_dim: int, group: int, num_pairs: int) -
         return Tile(rows, keys=32 if head_dim <= 64 else 16, num_warps=4, num_stages=3)
     if head_dim > 128:
         return Tile(rows, keys=32, num_warps=4, num_stages=5)
+    if head_dim > 64:
+        if num_pairs <= 16:
+            return Tile(rows, keys=64, num_warps=8, num_stages=3, fetch_first=True)
+        if num_pairs <= 1024:
+            return Tile(rows, keys=64, num_warps=2, num_stages=3)
+        return Tile(rows, keys=32, num_warps=1, num_stages=3)
     if num_pairs <= 16:
-        return Tile(rows, keys=64, num_warps=4 if head_dim <= 64 else 8, num_stages=3, fetch_first=True)
+        return Tile(rows, keys=128, num_warps=4, num_stages=2, fetch_first=True)
     if num_pairs < 128:
         return Tile(rows, keys=64, num_warps=4, num_stages=3)
-    if head_dim > 64 and num_pairs <= 1024:
-        return Tile(rows, keys=32, num_warps=2, num_stages=7)
-    return Tile(rows, keys=64, num_warps=2, num_stages=5)
+    if num_pairs <= 1024:
+        return Tile(rows, keys=32, num_warps=1, num_stages=5)
+    return Tile(rows, keys=64, num_warps=4, num_stages=2)
 
 
 def num_parts(num_reqs: int, num_kv_heads: int) -> int:
@@ -105,7 +111,7 @@ def decode(
     )  # fmt: skip
     if grid_parts > 1:
         _join[(num_heads, places)](
-            out, partial, mass, kv_scales, query_start_loc, seq_lens, *counts, **fixed, num_warps=4
+            out, partial, mass, kv_scales, query_start_loc, seq_lens, *counts, **fixed, num_warps=1
         )
     return out
 

@@ -1,10 +1,10 @@
 """Products with a weight, and what is fused with them: which kernel takes which shape.
 
 One row: a kernel of our own reads the weight once, with norm, residual, bias and activation in the same pass. A few
-rows of a narrow type and a weight of many: tensor cores, with the activation in the same pass. Else torch, that is
-cuBLAS. The choice is made by shapes and types alone; it is what was fastest within the captured decode steps of three
-models on an H200 (tests/bench/results/h200_products.json, measured by tests/bench/gpu_gemm.py). All accumulate in
-float32 and round where the reference rounds.
+rows of a narrow type: tensor cores, with the activation in the same pass. Else torch, that is cuBLAS. The choice is
+made by shapes and types alone; it is what was fastest within the captured decode steps of three models on an H200
+(tests/bench/results/h200_products.json, measured by tests/bench/gpu_gemm.py). All accumulate in float32 and round where
+the reference rounds.
 """
 
 import torch
@@ -22,6 +22,7 @@ MANY_ROWS = 6400  # of each half of a gated weight: a hundred programs of 64
 VOCABULARY = 32768  # rows of a weight that is a head
 FEWEST_ROWS, MOST_ROWS = 960, 4096  # of a weight that is cut into slices
 SLICES = 4
+PROCESSORS = 132  # of a large chip
 MOST_TOKENS = 64  # rows of a product that may be our own kernel's
 
 
@@ -40,21 +41,27 @@ def tile_for(
         return _tile_for_one(num_in, gated=gated, normed=normed)
     if dtype.itemsize != 2:
         return None
-    if num_tokens <= 16:
-        return _tile_for_a_few(num_tokens, num_out, num_in, gated=gated)
-    if gated and 32 < num_tokens <= MOST_TOKENS and num_in <= 2048 and num_out >= MANY_ROWS:
-        return SkinnyTile(64, 64, 64, 4, 5)
+    if num_tokens <= 32:
+        tokens = 8 if num_tokens <= 8 else 16 if num_tokens <= 16 else 32
+        return _tile_for_a_few(tokens, num_out, num_in, gated=gated)
+    if num_tokens <= MOST_TOKENS and num_out >= (MANY_ROWS if gated else VOCABULARY):
+        return SkinnyTile(64, 64, 64, 4, (5 if num_in <= 2048 else 4) if gated else 6)
     return None
 
 
-def _tile_for_a_few(num_tokens: int, num_out: int, num_in: int, *, gated: bool) -> SkinnyTile | None:
-    """The tile for up to 16 rows: slices where they give the processors of a large chip a program or two each."""
+def _tile_for_a_few(tokens: int, num_out: int, num_in: int, *, gated: bool) -> SkinnyTile | None:
+    """The tile for 8, 16 or 32 rows: slices where they give the processors of a large chip a program or two each."""
     if num_out >= (MANY_ROWS if gated else VOCABULARY):
-        return SkinnyTile(16, 64, 64, 4, 6) if gated else SkinnyTile(16, 64, 128, 4, 4)
+        columns, stages = (64, 6 if tokens == 32 else 5) if gated else (128, 4)
+        return SkinnyTile(max(tokens, 16), 64, columns, 4, stages)
     if not FEWEST_ROWS <= num_out <= MOST_ROWS or num_in % (SLICES * 128):
         return None
-    tokens = 8 if num_tokens <= 8 else 16
-    return SkinnyTile(tokens, 64, 64, 4, 5, SLICES) if gated else SkinnyTile(tokens, 64, 128, 4, 5, SLICES)
+    if gated:
+        return SkinnyTile(tokens, 64, 64, 4, 5, SLICES if tokens == 8 else SLICES // 2)
+    if PROCESSORS < num_out * SLICES // 64 < 3 * PROCESSORS // 2:
+        return None  # most processors would wait for a few that have two programs
+    stages = 5 if tokens <= 16 and num_in > tokens * 128 else 4
+    return SkinnyTile(tokens, 64, 128, 4, stages, SLICES // 2 if tokens == 32 and num_out > 2048 else SLICES)
 
 
 def _tile_for_one(num_in: int, *, gated: bool, normed: bool) -> GemvTile | None:

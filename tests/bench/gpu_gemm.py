@@ -53,21 +53,28 @@ ONE_ROW = [  # rows, columns, warps
     *((8, 512, 4), (16, 256, 4), (4, 2048, 8), (8, 2048, 8), (8, 1024, 8)),
 ]
 SLICED = [  # rows, columns, warps, stages, slices
-    *((64, 64, 4, 8, 2), (64, 64, 4, 8, 4), (64, 64, 4, 8, 8), (64, 128, 4, 5, 4), (64, 128, 4, 5, 8)),
-    *((128, 64, 8, 6, 4), (128, 64, 4, 6, 8), (64, 64, 4, 5, 4), (64, 64, 4, 12, 4), (64, 64, 4, 12, 8)),
+    *((64, 64, 4, 8, 2), (64, 64, 4, 8, 4), (64, 128, 4, 5, 4), (64, 128, 4, 4, 4), (64, 128, 4, 5, 8)),
+    *((128, 64, 8, 6, 4), (128, 64, 4, 6, 8), (64, 64, 4, 5, 4), (64, 64, 4, 5, 2), (64, 128, 4, 4, 2)),
 ]
 A_FEW_ROWS = [  # rows, columns, warps, stages
-    *((64, 64, 4, 6), (64, 64, 4, 8), (64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 4, 3), (128, 64, 8, 5)),
+    *((64, 64, 4, 4), (64, 64, 4, 5), (64, 64, 4, 6), (64, 128, 4, 4), (64, 256, 4, 3), (128, 64, 8, 5)),
 ]
-SOME_ROWS = [(64, 64, 4, 5), (64, 128, 4, 4), (64, 64, 4, 8), (128, 64, 8, 5)]
+SOME_ROWS = [
+    (64, 64, 4, 4),
+    (64, 64, 4, 5),
+    (64, 64, 4, 6),
+    (64, 128, 4, 3),
+    (128, 64, 4, 4),
+    (128, 64, 8, 4),
+]
 FEW_REQUESTS = [  # keys, warps, stages, whether the first tile is fetched first, programs
     *((64, 4, 3, True, 528), (64, 8, 3, True, 528), (64, 4, 3, False, 528), (64, 4, 3, True, 264)),
-    *((128, 8, 3, True, 264), (128, 8, 3, False, 264), (128, 8, 3, True, 132), (32, 4, 3, True, 528)),
-    *((64, 2, 5, False, 528), (32, 2, 7, False, 528)),
+    *((128, 4, 2, True, 528), (128, 8, 3, True, 264), (64, 4, 2, False, 528), (32, 4, 3, True, 528)),
+    *((64, 2, 3, False, 528), (32, 2, 3, False, 528)),
 ]
 MANY_REQUESTS = [
-    *((64, 2, 5, False, 528), (64, 4, 5, False, 528), (32, 2, 7, False, 528), (32, 4, 7, False, 528)),
-    *((64, 2, 7, False, 528), (32, 1, 7, False, 528), (32, 2, 9, False, 528)),
+    *((64, 2, 5, False, 528), (64, 2, 3, False, 528), (64, 4, 2, False, 528), (64, 4, 3, False, 528)),
+    *((32, 1, 3, False, 528), (32, 1, 5, False, 528), (32, 2, 5, False, 528)),
 ]
 
 
@@ -155,11 +162,11 @@ def tiles_of(site: Site, batch: int) -> list[Any]:
             GemvTile(max(rows // 2, 1) if gated else rows, columns, warps) for rows, columns, warps in ONE_ROW
         ]
         return [*dict.fromkeys(tiles), None]
-    few = batch <= 16
-    tokens = 16 if few else 64
+    few = batch <= 32
+    tokens = (16 if batch <= 16 else 32) if few else 64
     found = [SkinnyTile(tokens, *tile) for tile in (A_FEW_ROWS if few else SOME_ROWS)]
     if few and outs < 20_000:
-        found += [SkinnyTile(8 if batch <= 8 else 16, *tile) for tile in SLICED]
+        found += [SkinnyTile(8 if batch <= 8 else tokens, *tile) for tile in SLICED]
     if gated:
         found = [t for t in found if t.rows * t.columns * t.num_stages <= 64 * 256 * 3]
     return [*(t for t in found if 60 * t.rows <= outs * t.slices <= 600 * t.rows or outs > 20_000), None]

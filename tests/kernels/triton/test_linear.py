@@ -132,7 +132,7 @@ def test_rows_know_nothing_of_each_other(tokens: int, columns: int) -> None:
     assert_close(result, expected)
 
 
-@pytest.mark.parametrize("tokens", [8, 16])
+@pytest.mark.parametrize("tokens", [8, 16, 32])
 @pytest.mark.parametrize("slices", [2, 4, 8])
 def test_slices_stand_in_for_rows(tokens: int, slices: int) -> None:
     """Columns that a tile divides and that it does not, rows that end within a program, several tiles of tokens."""
@@ -203,13 +203,19 @@ def test_which_kernel_takes_which_shape() -> None:
         tile = tile_for(8, 2048, 8192, torch.bfloat16)
         assert isinstance(tile, SkinnyTile) and (tile.tokens, tile.slices) == (8, 4)
         assert tile_for(8, 100, 8192, torch.bfloat16) is None
+        assert tile_for(8, 3072, 2048, torch.bfloat16) is None  # 192 programs on 132 processors
+        assert isinstance(tile_for(8, 3072, 1024, torch.bfloat16, gated=True), SkinnyTile)
+        for tokens in (8, 16, 32, 64):
+            tile = tile_for(tokens, 32768, 2048, torch.bfloat16)
+            assert isinstance(tile, SkinnyTile) and tile.tokens == max(tokens, 16)
+        assert tile_for(64, 4096, 2048, torch.bfloat16) is None
     assert tile_for(16, 7, 96, torch.float32) is None
     assert tile_for(65, 7, 96, torch.bfloat16, gated=True) is None
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize("tokens", [1, 2, 8, 16])
+@pytest.mark.parametrize("tokens", [1, 2, 8, 16, 32, 64])
 @pytest.mark.parametrize("width", [1024, 2048, 3072, 4096, 8192, 14336])
 def test_shapes_of_models_against_float64(dtype: torch.dtype, tokens: int, width: int) -> None:
     x, weight = normal(tokens, width, dtype=dtype, seed=0), normal(4096, width, dtype=dtype, seed=1)

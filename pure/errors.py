@@ -1,5 +1,19 @@
 """Named errors. Each message says what was asked, what is true and what to do."""
 
+import reprlib
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 100
+
+
+def short(value: object) -> str:
+    """The value as a message shows it: at most 200 characters; its type, if it can not be shown."""
+    try:
+        text = _SHORT.repr(value)
+    except Exception:  # its own __repr__'s, or of an int with more digits than are printed
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
 
 class PurestepError(Exception):
     """Base of every error that a caller of purestep can cause."""

@@ -13,7 +13,7 @@ import attrs
 import numpy as np
 
 from purestep.pure.arrays import Tape, append_each, appended
-from purestep.pure.errors import DuplicateRequestError, InvalidRequestError, NoTokenError
+from purestep.pure.errors import DuplicateRequestError, InvalidRequestError, NoTokenError, short
 from purestep.pure.persistent import Map
 from purestep.pure.prompt_logprobs import PromptScores
 from purestep.pure.record import record, replace
@@ -110,11 +110,11 @@ def fork(book: Book, req_id: str, new_id: str, sample: int, num_streams: int) ->
     owner = book.numbers.get(req_id)
     if owner is None:
         raise InvalidRequestError(
-            f"fork of {req_id!r}: no request of this id runs or waits; it may have ended"
+            f"fork of {short(req_id)}: no request of this id runs or waits; it may have ended"
         )
     if new_id in book.numbers:
         raise DuplicateRequestError(
-            f"fork of {req_id!r} as {new_id!r}: this id is in use, choose another one"
+            f"fork of {short(req_id)} as {short(new_id)}: this id is in use, choose another one"
         )
     submission = known(book.submissions, owner)
     transcript = book.transcripts.get(owner + sample) if sample in range(submission.params.n) else None

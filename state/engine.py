@@ -18,6 +18,7 @@ from purestep.pure.errors import (
     InvalidParameterError,
     InvalidRequestError,
     StaleStateError,
+    short,
 )
 from purestep.pure.records.drafter import HostDrafter
 from purestep.pure.records.params import Params
@@ -137,7 +138,7 @@ class Engine:
         book, tokenizer = self._book, self._loaded.tokenizer
         if req_id in book.numbers:
             raise DuplicateRequestError(
-                f"request id {req_id!r} is in use: wait for it, abort it, or use another id"
+                f"request id {short(req_id)} is in use: wait for it, abort it, or use another id"
             )
         number = book.num_submitted
         new = new_submission(
@@ -197,7 +198,7 @@ class Engine:
             InvalidRequestError: what is no moment.
         """
         if not isinstance(moment, EngineMoment):
-            raise InvalidRequestError(f"rewind({moment!r}): give a moment, which remember() returned")
+            raise InvalidRequestError(f"rewind({short(moment)}): give a moment, which remember() returned")
         self._turns.rewind(moment)
 
     def fork(
@@ -223,7 +224,7 @@ class Engine:
         check_request(new_req_id, ANY_PARAMS, 0, stream)
         if keep_stream and stream is not None:
             raise InvalidRequestError(
-                f"fork as {new_req_id!r}: stream={stream} and keep_stream: give one of them"
+                f"fork as {short(new_req_id)}: stream={stream} and keep_stream: give one of them"
             )
         before, num_streams = self._turns.settled().book, int(stream is None and not keep_stream)
         book, parent, twin = fork(before, req_id, new_req_id, sample, num_streams)
@@ -384,7 +385,7 @@ class Engine:
         all_prompts = listed(prompts)
         params = one_each(sampling_params, len(all_prompts))
         if on_error not in ("raise", "return"):
-            raise InvalidParameterError(f"on_error={on_error!r}: it is 'raise' or 'return'")
+            raise InvalidParameterError(f"on_error={short(on_error)}: it is 'raise' or 'return'")
         names = self._call_names(len(all_prompts))
         add = partial(self.add_request, add_special_tokens=add_special_tokens)
         return submitted(self._turns, names, all_prompts, params, add, raises=on_error == "raise")

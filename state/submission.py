@@ -1,11 +1,10 @@
 """`Submission`: a prompt on its way through the engine, with its n samples."""
 
 import operator
-import reprlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from purestep.pure.errors import InvalidParameterError, InvalidRequestError
+from purestep.pure.errors import InvalidParameterError, InvalidRequestError, short
 from purestep.pure.prompt_logprobs import PromptScores, prompt_table
 from purestep.pure.record import record, replace
 from purestep.pure.records.batch import BatchLimits
@@ -130,7 +129,7 @@ def _token_ids(prompt: Prompt, tokenizer: Tokenizer | None, add_special_tokens: 
             return tuple(map(operator.index, prompt))
         except (TypeError, ValueError):
             raise InvalidRequestError(
-                f"a prompt is text or token ids (whole numbers), got {reprlib.repr(prompt)}"
+                f"a prompt is text or token ids (whole numbers), got {short(prompt)}"
             ) from None
     if tokenizer is None:
         raise InvalidRequestError(
@@ -140,7 +139,7 @@ def _token_ids(prompt: Prompt, tokenizer: Tokenizer | None, add_special_tokens: 
         return tuple(tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
     except TypeError:  # what tokenizers says of it
         raise InvalidRequestError(
-            f"prompt {reprlib.repr(prompt)}: half of a character is in it (a lone surrogate), which no text can hold: "
+            f"prompt {short(prompt)}: half of a character is in it (a lone surrogate), which no text can hold: "
             "decode it as UTF-8"
         ) from None
 
@@ -163,7 +162,7 @@ def one_each(
         return [params] * num_prompts
     if not isinstance(params, Sequence):
         raise InvalidParameterError(
-            f"sampling parameters are SamplingParams, or a list of them, not {reprlib.repr(params)}"
+            f"sampling parameters are SamplingParams, or a list of them, not {short(params)}"
         )
     if len(params) != num_prompts:
         raise InvalidParameterError(
@@ -187,9 +186,7 @@ def ids_of(req_ids: object) -> list[str]:
     many = req_ids if isinstance(req_ids, Iterable) and not isinstance(req_ids, str) else [req_ids]
     ids = list(many)
     if wrong := [req_id for req_id in ids if not isinstance(req_id, str)]:
-        raise InvalidRequestError(
-            f"req_id={reprlib.repr(wrong[0])}: an id is text; give one, or a list of them"
-        )
+        raise InvalidRequestError(f"req_id={short(wrong[0])}: an id is text; give one, or a list of them")
     return list(dict.fromkeys(ids))
 
 
@@ -214,15 +211,13 @@ def check_request(req_id: object, params: object, priority: object, stream: obje
             are no SamplingParams.
     """
     if not isinstance(req_id, str):
-        raise InvalidRequestError(
-            f"req_id={reprlib.repr(req_id)}: an id is text; it comes first, then the prompt"
-        )
+        raise InvalidRequestError(f"req_id={short(req_id)}: an id is text; it comes first, then the prompt")
     if not isinstance(params, SamplingParams):
         raise InvalidRequestError(
-            f"request {req_id!r}: sampling_params={reprlib.repr(params)}: give SamplingParams"
+            f"request {short(req_id)}: sampling_params={short(params)}: give SamplingParams"
         )
     for name, value in (("priority", priority), ("stream", 0 if stream is None else stream)):
         if type(value) is not int or abs(value) >= 2**62:
             raise InvalidRequestError(
-                f"request {req_id!r}: {name}={value!r}: it is a whole number below 2**62"
+                f"request {short(req_id)}: {name}={short(value)}: it is a whole number below 2**62"
             )

@@ -106,7 +106,8 @@ def _attend(
     dim, group = q.shape[2], q.shape[1] // kv.shape[3]
     batch = (query_start_loc, seq_lens, block_table)
     if max_query_len <= 1 and q.shape[0] and seq_lens.shape[0]:
-        tile = decode_tile(q.dtype, dim, group, seq_lens.shape[0] * kv.shape[3])
+        num_pairs = seq_lens.shape[0] * kv.shape[3]
+        tile = decode_tile(q.dtype, dim, group, num_pairs, eight_bits=kv.itemsize == 1)
         out = decode(
             q,
             k,

@@ -35,17 +35,22 @@ LONGEST_PART = tl.constexpr(4096)  # keys that one program takes at most
 PARTS = tl.constexpr(16)  # joined at a time
 
 
-def decode_tile(dtype: torch.dtype, head_dim: int, group: int, num_pairs: int) -> Tile:
+def decode_tile(
+    dtype: torch.dtype, head_dim: int, group: int, num_pairs: int, *, eight_bits: bool = False
+) -> Tile:
     """The tile for a head size and a number of (request, key head) pairs; at least 16 rows, as tensor cores want them.
 
     Narrow types: what was fastest within captured steps on an H200, at 8, 64, 512 and 2048 pairs of 1120 keys
-    (tests/bench/results/h200_products.json).
+    (tests/bench/results/h200_products.json). That was sought with 16 rows and a cache of the same type; more rows want
+    the registers of more warps, and a cache of `eight_bits` has the same tiles as they.
     """
     rows = max(16, next_power_of_2(group))
     if is_wide(dtype):
         return Tile(rows, keys=32 if head_dim <= 64 else 16, num_warps=4, num_stages=3)
     if head_dim > 128:
         return Tile(rows, keys=32, num_warps=4, num_stages=5)
+    if rows > 16 or eight_bits:
+        return _tile_with_room(rows, head_dim, num_pairs)
     if head_dim > 64:
         if num_pairs <= 16:
             return Tile(rows, keys=64, num_warps=8, num_stages=3, fetch_first=True)
@@ -59,6 +64,17 @@ def decode_tile(dtype: torch.dtype, head_dim: int, group: int, num_pairs: int) -
     if num_pairs <= 1024:
         return Tile(rows, keys=32, num_warps=1, num_stages=5)
     return Tile(rows, keys=64, num_warps=4, num_stages=2)
+
+
+def _tile_with_room(rows: int, head_dim: int, num_pairs: int) -> Tile:
+    """The tile where a warp's registers would not hold much of a head."""
+    if num_pairs <= 16:
+        return Tile(rows, keys=64, num_warps=4 if head_dim <= 64 else 8, num_stages=3, fetch_first=True)
+    if num_pairs < 128:
+        return Tile(rows, keys=64, num_warps=4, num_stages=3)
+    if head_dim > 64 and num_pairs <= 1024:
+        return Tile(rows, keys=32, num_warps=2, num_stages=7)
+    return Tile(rows, keys=64, num_warps=2, num_stages=5)
 
 
 def num_parts(num_reqs: int, num_kv_heads: int) -> int:

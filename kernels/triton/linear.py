@@ -2,9 +2,9 @@
 
 One row: a kernel of our own reads the weight once, with norm, residual, bias and activation in the same pass. A few
 rows of a narrow type: tensor cores, with the activation in the same pass. Else torch, that is cuBLAS. The choice is
-made by shapes and types alone; it is what was fastest within the captured decode steps of three models on an H200
-(tests/bench/results/h200_products.json, measured by tests/bench/gpu_gemm.py). All accumulate in float32 and round where
-the reference rounds.
+made by shapes and types alone; it is what was fastest within the captured decode steps of three models on an H200, or
+at most 2 % slower (tests/bench/results/h200_products.json, measured by tests/bench/gpu_gemm.py). All accumulate in
+float32 and round where the reference rounds.
 """
 
 import torch
@@ -50,7 +50,7 @@ def tile_for(
 
 
 def _tile_for_a_few(tokens: int, num_out: int, num_in: int, *, gated: bool) -> SkinnyTile | None:
-    """The tile for 8, 16 or 32 rows: slices where they give the processors of a large chip a program or two each."""
+    """The tile for 8, 16 or 32 rows: slices where they give most processors of a large chip something to do."""
     if num_out >= (MANY_ROWS if gated else VOCABULARY):
         columns, stages = (64, 6 if tokens == 32 else 5) if gated else (128, 4)
         return SkinnyTile(max(tokens, 16), 64, columns, 4, stages)
@@ -59,7 +59,7 @@ def _tile_for_a_few(tokens: int, num_out: int, num_in: int, *, gated: bool) -> S
     if gated:
         return SkinnyTile(tokens, 64, 64, 4, 5, SLICES if tokens == 8 else SLICES // 2)
     if PROCESSORS < num_out * SLICES // 64 < 3 * PROCESSORS // 2:
-        return None  # most processors would wait for a few that have two programs
+        return None  # with all slices most processors wait for a few that have two programs; with half, none is faster
     stages = 5 if tokens <= 16 and num_in > tokens * 128 else 4
     return SkinnyTile(tokens, 64, 128, 4, stages, SLICES // 2 if tokens == 32 and num_out > 2048 else SLICES)
 

@@ -136,7 +136,7 @@ def _skinny(
     PART: tl.constexpr = WIDTH // SLICES
     first = tl.program_id(0) * OWN
     other = num_out.to(tl.int64) * WIDTH  # from a row of the gate to that of `up`
-    if EARLY and PIECE % 8 == 0:
+    if EARLY and PIECE % 8 == 0 and WIDTH % 8 == 0:  # 16 bytes, as such fetches want
         _fetch_ahead(weight, first, num_out, WIDTH, ROWS, SLICES, THREADS, PIECE)
         if GATED:
             _fetch_ahead(weight + other, first, num_out, WIDTH, ROWS, SLICES, THREADS, PIECE)

@@ -13,6 +13,7 @@ from purestep.pure.errors import (
     InvalidParameterError,
     InvalidRequestError,
     PromptTooLongError,
+    short,
 )
 from purestep.pure.persistent import Map, push
 from purestep.pure.record import replace
@@ -72,13 +73,13 @@ def add(queue: Queue, request: Request, *, vocab_size: int = ANY_VOCAB_SIZE) -> 
     check_request(request)
     if request.req_id in queue.live:
         raise DuplicateRequestError(
-            f"request id {request.req_id!r} is in use: wait, abort it, or use another id"
+            f"request id {short(request.req_id)} is in use: wait, abort it, or use another id"
         )
     try:
         tokens = _checked_prompt(queue.config, request, vocab_size)
     except TypeError:
         raise InvalidRequestError(
-            f"request {request.req_id!r} has a prompt that is no tuple of whole numbers: give token ids"
+            f"request {short(request.req_id)} has a prompt that is no tuple of whole numbers: give token ids"
         ) from None
     validate(
         request.sampling_params,
@@ -123,7 +124,7 @@ def finish(
     ticket = queue.live.get(req_id)
     if ticket is None:
         raise InvalidRequestError(
-            f"finish({req_id!r}, {reason!r}): no such request waits or runs; it may have ended"
+            f"finish({short(req_id)}, {reason!r}): no such request waits or runs; it may have ended"
         )
     if num_outputs is not None:
         queue = _settled_within(queue, ticket, num_outputs)
@@ -252,7 +253,7 @@ def _check_config(config: SchedulerConfig) -> None:
     for name, per_group in (("num_blocks", config.num_blocks), ("block_sizes", sizes)):
         if not isinstance(per_group, tuple) or not all(isinstance(number, WHOLE) for number in per_group):
             raise InvalidParameterError(
-                f"{name}={per_group!r}: give a tuple of whole numbers, one for every KV group"
+                f"{name}={short(per_group)}: give a tuple of whole numbers, one for every KV group"
             )
     if not config.num_blocks or len(config.num_blocks) != len(sizes):
         raise InvalidParameterError(
@@ -270,7 +271,9 @@ def _check_config(config: SchedulerConfig) -> None:
     )
     for name, value, low in least:
         if not hasattr(value, "__index__") or value < low:
-            raise InvalidParameterError(f"{name} must be a whole number of at least {low}, got {value!r}")
+            raise InvalidParameterError(
+                f"{name} must be a whole number of at least {low}, got {short(value)}"
+            )
     if config.num_spec_tokens and config.async_scheduling and not config.drafts_on_device:
         raise InvalidParameterError(
             f"async_scheduling with num_spec_tokens={config.num_spec_tokens} drafts that the scheduler is told of: "
@@ -283,15 +286,17 @@ def _checked_prompt(config: SchedulerConfig, request: Request, vocab_size: int) 
     if not isinstance(prompt, tuple):
         raise TypeError
     if not prompt:
-        raise InvalidRequestError(f"request {request.req_id!r} has an empty prompt: give at least one token")
+        raise InvalidRequestError(
+            f"request {short(request.req_id)} has an empty prompt: give at least one token"
+        )
     if len(prompt) >= config.max_model_len:
         raise PromptTooLongError(
-            f"request {request.req_id!r} has a prompt of {len(prompt)} tokens; with max_model_len="
+            f"request {short(request.req_id)} has a prompt of {len(prompt)} tokens; with max_model_len="
             f"{config.max_model_len} at most {config.max_model_len - 1} leave room for an output: shorten it"
         )
     if len(prompt) > config.capacity:
         raise PromptTooLongError(
-            f"request {request.req_id!r} has a prompt of {len(prompt)} tokens; the whole KV cache has room for "
+            f"request {short(request.req_id)} has a prompt of {len(prompt)} tokens; the whole KV cache has room for "
             f"{config.capacity}: shorten it, or give the cache more memory"
         )
     try:
@@ -301,7 +306,8 @@ def _checked_prompt(config: SchedulerConfig, request: Request, vocab_size: int) 
     if ids is None or not 0 <= ids.min() <= ids.max() < vocab_size:
         wrong = next(token for token in prompt if not 0 <= token < min(vocab_size, 2**31))
         raise InvalidRequestError(
-            f"request {request.req_id!r} has token id {wrong} in its prompt; the vocabulary is 0 to {vocab_size - 1}"
+            f"request {short(request.req_id)} has token id {short(wrong)} in its prompt; the vocabulary is 0 to "
+            f"{vocab_size - 1}"
         )
     return Tape.of(ids)
 
@@ -312,7 +318,7 @@ def _check_fork(queue: Queue, request: Request, parent: int) -> None:
         waits = queue.running.states[int(np.flatnonzero(queue.running.facts.ticket == parent)[0])]
     if waits.request.prompt_token_ids != request.prompt_token_ids:
         raise InvalidRequestError(
-            f"request {request.req_id!r} is a fork of {request.fork_of!r}, whose prompt is another one "
+            f"request {short(request.req_id)} is a fork of {request.fork_of!r}, whose prompt is another one "
             f"({len(waits.request.prompt_token_ids)} tokens, this one {len(request.prompt_token_ids)}): "
             f"give it the same"
         )

@@ -100,8 +100,8 @@ class Choice:
                 else own(tokens, outs, width, *others, gated=gated, **more)
             )
 
-        def decode_tile(*arguments: Any) -> Tile:
-            tile = own_tile(*arguments)
+        def decode_tile(*arguments: Any, **more: Any) -> Tile:
+            tile = own_tile(*arguments, **more)
             return tile if self.attention is None else Tile(tile.rows, *self.attention[:4])
 
         programs = decode_module.PROGRAMS if self.attention is None else self.attention[4]

@@ -162,6 +162,7 @@ BAD = {
     "negative token": ((1, -1), GREEDY, InvalidRequestError),
     "text without a tokenizer": ("hello", GREEDY, InvalidRequestError),
     "no whole number": ((1, 2.5), GREEDY, InvalidRequestError),
+    "a number of many digits": ((1, 10**5000), GREEDY, InvalidRequestError),
     "NaN temperature": ((1,), SamplingParams(temperature=float("nan")), InvalidParameterError),
     "negative top_p": ((1,), SamplingParams(top_p=-0.1), InvalidParameterError),
     "log-probabilities of an unknown id": (
@@ -388,14 +389,30 @@ def test_a_closed_engine_says_so() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"priority": None}, {"priority": "high"}, {"stream": 1.5}, {"req_id": 7}, {"sampling_params": {}}],
+    [
+        *({"priority": None}, {"priority": [1] * 10**5}, {"stream": 1.5}, {"sampling_params": {}}),
+        *({"req_id": 7}, {"req_id": 10**5000}, {"req_id": [1] * 10**5}, {"prompt": 10**5000}),
+    ],
+    ids=[
+        *(
+            "no priority",
+            "priorities",
+            "stream",
+            "parameters",
+            "id",
+            "digits",
+            "prompt as id",
+            "digits as prompt",
+        )
+    ],
 )
 def test_what_is_of_the_wrong_kind_is_refused_before_it_meets_others(wrong: dict[str, Any]) -> None:
     request: dict[str, Any] = {"req_id": "r", "prompt": PROMPTS[0], "sampling_params": GREEDY} | wrong
     with engine() as own:
         own.add_request("good", PROMPTS[1], GREEDY)
-        with pytest.raises(InvalidRequestError):
+        with pytest.raises(InvalidRequestError) as refused:
             own.add_request(**request)
+        assert len(str(refused.value)) < 400
 
         assert own.generate(PROMPTS[0], GREEDY, progress=False)[0].token_ids == tokens(PROMPTS[0])[0]
 

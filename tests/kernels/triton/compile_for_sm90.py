@@ -2,7 +2,7 @@
 
 The interpreter accepts what a compiler refuses: products of fewer than 16 rows, types that change in a loop, too much
 shared memory. The functions are called with tensors of the meta device; where they would launch, they compile.
-Prints a line of JSON per compiled kernel: name, seconds, bytes of shared memory, registers that spill.
+Prints a line of JSON per compiled kernel: name, seconds, bytes of shared memory, whether it has Hopper's wide products.
 """
 
 import json
@@ -128,11 +128,11 @@ def call_products(dtype: torch.dtype) -> None:
             kernels.norm_linear(kernels, x, x, gain, 1e-5, weight)
             kernels.norm_gate_up(kernels, x, x, gain, 1e-5, weight)
             kernels.logits(kernels, x, weight)
-    for tokens, outs in ((5, 1024), (12, 4096)):
+    for tokens, outs in ((5, 1024), (12, 4096), (20, 2048), (20, 4096)):
         x, weight = meta(tokens, 2048, dtype=dtype), meta(2 * outs, 2048, dtype=dtype)
         kernels.linear(x, weight[:outs], x[0, :1].expand(outs).contiguous())
         kernels.norm_gate_up(kernels, x, x, x[0], 1e-5, weight)
-    for tokens in (5, 40):
+    for tokens in (5, 20, 40):
         for width in (96, 2048):
             x = meta(tokens, width, dtype=dtype)
             kernels.norm_gate_up(kernels, x, x, x[0], 1e-5, meta(2 * 8192, width, dtype=dtype))

@@ -129,6 +129,7 @@ def _batches(seed: int) -> list[tuple[str, list[tuple[int, int]], dict[str, Any]
     return [
         ("decode of one", [(1777, 1)], {}),
         ("decode", decodes, {}),
+        ("decode of many", [(length // 4, 1) for length in lengths(300, 2000)], {}),
         ("a few queries", [(1777, 5), (0, 3), (300, 8), (33, 2), (8, 8), (9, 1)], {"soft_cap": 20.0}),
         ("a few queries of many", few, {}),
         ("decode with window and cap", decodes, {"sliding_window": 100, "soft_cap": 20.0}),

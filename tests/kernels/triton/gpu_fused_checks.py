@@ -68,7 +68,7 @@ def _launching(seed: int) -> Iterator[Callable[[], Any]]:
     yield _angles
     for config in _models().values():
         params = random_params(config, dtype=BF16, device="cuda")
-        for batch, context in ((1, 1000), (3, 1000), (8, 1000), (40, 1000), (1, 200), (8, 200)):
+        for batch, context in ((1, 1000), (3, 1000), (8, 1000), (20, 1000), (40, 1000), (1, 200), (8, 200)):
             bare = BareStep(llama(config), params, batch, context=context)
             yield bare.run
 
@@ -83,7 +83,7 @@ def _checks(seed: int) -> Iterator[tuple[str, Callable[[], tuple[bool, str]]]]:
     yield "angles", _angles
     for label, config in _models().items():
         yield f"logits of {label} against float64", lambda config=config: _logits(config)
-        for batch in (1, 3, 8, 40):
+        for batch in (1, 3, 8, 20, 40):
             yield (
                 f"{label} x {batch}: early launches, late ones and eager steps give the same bits",
                 lambda config=config, batch=batch: _launches(config, batch),

@@ -200,7 +200,7 @@ def test_the_first_keys_before_the_query_or_after(
 ) -> None:
     """The order in which things are read changes nothing."""
     tile = Tile(16, 16, 4, 3, fetch_first)
-    monkeypatch.setattr(purestep.kernels.triton.attention, "decode_tile", lambda *_: tile)
+    monkeypatch.setattr(purestep.kernels.triton.attention, "decode_tile", lambda *_, **__: tile)
     requests = [(0, 1), (1, 1), (0, 0), (17, 1), (150, 1)]
     check(attention_case(requests, sliding_window=window, device=DEVICE), torch.float32)
 

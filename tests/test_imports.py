@@ -34,7 +34,7 @@ PLAIN_STDLIB = {
         "itertools",
         "json",
     ),
-    *("math", "operator", "re", "struct", "types", "typing"),
+    *("math", "operator", "re", "reprlib", "struct", "types", "typing"),
 }
 
 # Third parties and the standard library, while a module is being imported.

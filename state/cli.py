@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_model(generate)
     generate.add_argument("--raw", action="store_true", help="continue the text as it is; no chat template")
     generate.add_argument("--jsonl", action="store_true", help="one JSON object a prompt instead of text")
-    generate.add_argument("--quiet", action="store_true", help="no progress bar")
+    generate.add_argument("--quiet", action="store_true", help="no progress on standard error")
     _add_sampling(generate)
 
     info = commands.add_parser("info", help="what a model is, and how much memory it takes")
@@ -100,7 +100,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write a list of rows")
     parser.add_argument("--plot", type=Path, metavar="OUT", help="draw a picture, with matplotlib")
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:

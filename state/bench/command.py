@@ -55,7 +55,7 @@ def bench(
     )
     rows, own = list[Row](), about(device)
     try:
-        for row in watched(measure(wanted), wanted.num_rows, shown=progress):
+        for row in watched(measure(wanted), wanted.num_rows, is_shown=progress):
             rows.append(row)
     finally:  # what ends it early does not take what is known
         if json_out is not None:

@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 
 import attrs
 import torch
+import torch.utils._pytree as pytree
 
 from purestep.pure.models.config import ModelConfig
 from purestep.pure.models.model import KVLayerSpec
 from purestep.pure.models.names import hf_shapes
+from purestep.pure.records.params import Params
 from purestep.state.bench.clocks import Clock
 
 CALLS = {
@@ -74,6 +76,14 @@ def weight_bytes(config: ModelConfig, itemsize: int) -> int:
     return sum(sizes.values()) * itemsize
 
 
+def spared_bytes(prepared: Params) -> int:
+    """Bytes that kernels need not read of prepared weights, since a file held them in fewer bits."""
+    from purestep.kernels.native.dense import PanelWeight
+
+    weights = pytree.tree_leaves(prepared.tree, is_leaf=lambda leaf: isinstance(leaf, PanelWeight))
+    return sum(max(w.dense.nbytes - w.panels.nbytes, 0) for w in weights if isinstance(w, PanelWeight))
+
+
 def kv_bytes(layers: Sequence[KVLayerSpec], context: float, itemsize: int) -> float:
     """Bytes of keys and values that one request's next token reads behind `context` tokens; windows see no more."""
     return sum(
@@ -90,13 +100,14 @@ def decode_floor_ms(
     context: float,
     itemsize: int,
     read: float,
+    spared: int = 0,
 ) -> float:
     """Milliseconds in which the weights, once, and the batch's keys and values can be read at `read` bytes per second.
 
-    No step is faster that reads weights of `itemsize` bytes: the CPU's read those of fewer bits as such. One of a large
-    batch may be bound by its matrix products instead; that is not in here.
+    The weights are read as numbers of `itemsize` bytes, but for the `spared_bytes`. A step of a large batch may be
+    bound by its matrix products instead; that is not in here.
     """
-    num_bytes = weight_bytes(config, itemsize) + batch * kv_bytes(layers, context, itemsize)
+    num_bytes = weight_bytes(config, itemsize) - spared + batch * kv_bytes(layers, context, itemsize)
     return num_bytes / read * 1e3
 
 

@@ -9,7 +9,7 @@ import attrs
 from purestep.pure.errors import InvalidParameterError
 from purestep.state.bench.clocks import Clock, clock_of
 from purestep.state.bench.engines import decode_engine, generator_of, prefill_engine, steps_at_once
-from purestep.state.bench.floors import Rates, decode_floor_ms, measure_rates, prefill_ceiling
+from purestep.state.bench.floors import Rates, decode_floor_ms, measure_rates, prefill_ceiling, spared_bytes
 from purestep.state.bench.methods import (
     CPU_METHOD,
     GPU_METHOD,
@@ -134,8 +134,9 @@ class Bench:
         wanted, subject, method = self.wanted, self.wanted.subject, self.wanted.method
         if wanted.samplings or "host" in wanted.what:
             with decode_engine(self.loaded, subject, method, wanted.batches, unroll=wanted.unroll) as engine:
+                spared = spared_bytes(engine.turns.bound.prepared)
                 for batch in wanted.batches:
-                    for row in self.decode_rows(generator_of(engine), batch):
+                    for row in self.decode_rows(generator_of(engine), batch, spared=spared):
                         unroll = steps_at_once(engine, batch, SAMPLINGS[row.bench])
                         yield attrs.evolve(row, facts={**row.facts, "unroll": unroll})
                     yield from self.steady_rows(engine, batch)
@@ -157,12 +158,14 @@ class Bench:
             if "prefill" in wanted.what:
                 yield self.prefill_row(generate, peer)
 
-    def decode_rows(self, generate: Generate, batch: int, peer: Peer | None = None) -> Iterator[Row]:
+    def decode_rows(
+        self, generate: Generate, batch: int, peer: Peer | None = None, *, spared: int = 0
+    ) -> Iterator[Row]:
         """Greedy and random, as far as they are wanted."""
         for bench in self.wanted.samplings:
             prompts = self.prompts(batch)
             ms = decode_ms(generate, prompts, SAMPLINGS[bench], self.wanted.method, self.clock)
-            yield self.decode_row(bench, batch, ms, peer)
+            yield self.decode_row(bench, batch, ms, peer, spared=spared)
 
     def steady_rows(self, engine: Engine, batch: int) -> Iterator[Row]:
         """The bare step if decode is wanted, and what a step costs the host if that is."""
@@ -172,7 +175,7 @@ class Bench:
         with decoding(engine, self.prompts(batch), method) as turns:
             if "decode" in wanted.what:
                 step = step_ms(turns, method, self.clock)
-                row = self.decode_row("decode", batch, step.ms)
+                row = self.decode_row("decode", batch, step.ms, spared=spared_bytes(turns.bound.prepared))
                 yield attrs.evolve(
                     row, level="step", facts={**row.facts, "uploads": step.num_uploads, "unroll": 1}
                 )
@@ -201,7 +204,9 @@ class Bench:
         )
         return _of_peer(row, peer)
 
-    def decode_row(self, bench: str, batch: int, ms: float, peer: Peer | None = None) -> Row:
+    def decode_row(
+        self, bench: str, batch: int, ms: float, peer: Peer | None = None, *, spared: int = 0
+    ) -> Row:
         """Milliseconds of a step, and at least how many the device takes to read what the step reads."""
         model, method = self.loaded.model, self.wanted.method
         floor = decode_floor_ms(
@@ -211,6 +216,7 @@ class Bench:
             context=method.mean_context,
             itemsize=self.wanted.subject.torch_dtype.itemsize,
             read=self.rates.read,
+            spared=spared,
         )
         facts = {
             "context": method.context,

@@ -50,8 +50,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
         )
     if any(row.bound is not None and not row.is_rate for row in rows):
         found.append(
-            "floor: weights and the batch's keys and values, read once at the rate measured here; the CPU's kernels "
-            "read weights that a file holds in fewer bits as such, and may be below it"
+            "floor: weights, in the bits in which our kernels read them, and the batch's keys and values, read once at "
+            "the rate measured here"
         )
     if any(row.bound is not None and row.is_rate for row in rows):
         found.append("prefill: the floor is the rate that matrix products allow, as measured here")
@@ -64,9 +64,9 @@ def notes(rows: Sequence[Row]) -> list[str]:
     return found
 
 
-def watched(rows: Iterator[Row], total: int, *, shown: bool) -> Iterator[Row]:
-    """The rows, with a bar of how many are there, and which came last, on standard error."""
-    if not shown:
+def watched(rows: Iterator[Row], total: int, *, is_shown: bool) -> Iterator[Row]:
+    """The rows, with a line for each as it comes, and on terminals a bar of how many are there, on standard error."""
+    if not is_shown:
         yield from rows
         return
     columns = (
@@ -80,6 +80,10 @@ def watched(rows: Iterator[Row], total: int, *, shown: bool) -> Iterator[Row]:
         for row in rows:
             what = row.bench if row.value is None else label(row)
             bar.update(task, advance=1, description=f"{row.who}: {what}")
+            value = shown(row, row.value)
+            bar.console.print(
+                f"{row.who}: {what} {value}".rstrip(), markup=False, highlight=False, soft_wrap=True
+            )
             yield row
 
 

@@ -8,10 +8,12 @@ import torch.utils._pytree as pytree
 from hypothesis import given
 from hypothesis import strategies as st
 
+from purestep.kernels.native.dense import PanelWeight
 from purestep.pure.models.initialize import random_params
 from purestep.pure.models.llama import llama
 from purestep.pure.models.model import KVLayerSpec
 from purestep.pure.record import replace
+from purestep.pure.records.params import Params
 from purestep.state.bench import floors
 from purestep.state.bench.clocks import Clock
 from purestep.state.bench.floors import (
@@ -21,6 +23,7 @@ from purestep.state.bench.floors import (
     prefill_ceiling,
     prefill_flops,
     read_rate,
+    spared_bytes,
     weight_bytes,
 )
 from purestep.state.bench.shapes import SHAPES
@@ -73,6 +76,22 @@ def test_weights_are_the_leaves_but_for_an_embedding_of_which_only_rows_are_read
     expected = sum(leaf.nbytes for leaf in pytree.tree_leaves(tree)) - (0 if tied else tree["embed"].nbytes)
 
     assert weight_bytes(config, 2) == expected
+
+
+def test_weights_of_fewer_bits_are_read_in_less_time() -> None:
+    """Each weight counts once, plain ones and panels that are no smaller not at all."""
+    narrow, wide = (
+        PanelWeight(dense=torch.zeros(64, 64), panels=torch.zeros(size, dtype=torch.uint8), kind=2)
+        for size in (5_000, 20_000)
+    )
+    prepared = Params({"embed": narrow, "layers": (wide, torch.zeros(9)), "norm": torch.zeros(3)})
+    assert spared_bytes(prepared) == 64 * 64 * 4 - 5_000
+
+    floors = [
+        decode_floor_ms(SHAPES["tiny"], (), batch=1, context=10, itemsize=4, read=1e3, spared=spared)
+        for spared in (0, 5_000)
+    ]
+    assert floors[0] - floors[1] == pytest.approx(5_000)
 
 
 @given(st.lists(st.none() | st.integers(1, 50), min_size=1, max_size=4), st.integers(1, 100))

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from purestep.pure.errors import InvalidParameterError
 from purestep.state.bench.plot import plot
-from purestep.state.bench.report import notes, table, watched
+from purestep.state.bench.report import label, notes, shown, table, watched
 from purestep.state.bench.rows import Row
 
 ROWS = [
@@ -102,17 +102,25 @@ def test_without_a_time_of_ours_a_peer_is_not_compared() -> None:
     assert line([noisy, ROWS[5]], "decode x 8").split()[-2:] == ["2.500", "ms"]
 
 
-@pytest.mark.parametrize("shown", [False, True])
+@pytest.mark.parametrize("is_shown", [False, True])
 def test_the_bar_lets_every_row_through_and_writes_to_standard_error(
-    shown: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    is_shown: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes standard error for a terminal
 
-    assert list(watched(iter(ROWS), len(ROWS), shown=shown)) == ROWS
+    assert list(watched(iter(ROWS), len(ROWS), is_shown=is_shown)) == ROWS
 
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert ("measuring" in captured.err or "decode" in captured.err) is shown
+    assert ("measuring" in captured.err or "decode" in captured.err) is is_shown
+
+
+def test_each_row_is_told_as_it_comes_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = watched(iter(ROWS), len(ROWS), is_shown=True)
+
+    assert next(rows) == ROWS[0]
+    told = capsys.readouterr().err
+    assert label(ROWS[0]) in told and shown(ROWS[0], ROWS[0].value) in told
 
 
 @pytest.mark.parametrize("rows", [ROWS, ROWS[:1], []])

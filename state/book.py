@@ -80,7 +80,7 @@ class Unscored(Container[str]):
 def known(entries: Map[K, V], key: K) -> V:
     """What is there for certain."""
     value = entries.get(key)
-    assert value is not None, f"{key!r} is not in the book"
+    assert value is not None, f"{short(key)} is not in the book"
     return value
 
 
@@ -120,7 +120,7 @@ def fork(book: Book, req_id: str, new_id: str, sample: int, num_streams: int) ->
     transcript = book.transcripts.get(owner + sample) if sample in range(submission.params.n) else None
     if transcript is None or transcript.finish_reason:
         raise InvalidRequestError(
-            f"fork of sample {sample} of {req_id!r}, which has {submission.params.n}: it has ended, or never was"
+            f"fork of sample {sample} of {short(req_id)}, which has {submission.params.n}: it has ended, or never was"
         )
     params, number = submission.params, book.num_submitted
     if params.n > 1:
@@ -283,7 +283,7 @@ def _cut(tokens: tuple[Tape, ...], lengths: Mapping[int | None, int]) -> tuple[T
 
 def _no_token(sample: Sample, outputs: Tape) -> NoTokenError:
     return NoTokenError(
-        f"request {sample.sample_id!r} ended after {len(outputs)} outputs, with nothing to draw from: the model's "
+        f"request {short(sample.sample_id)} ended after {len(outputs)} outputs, with nothing to draw from: the model's "
         "logits were NaN or +inf, or its constraints (structured_outputs, allowed_token_ids, bad words, min_tokens, "
         "logits_processors) together left no token: loosen them, or look at the weights"
     )

@@ -67,7 +67,7 @@ def decode_tile(
 
 
 def _tile_with_room(rows: int, head_dim: int, num_pairs: int) -> Tile:
-    """The tile where a warp's registers would not hold much of a head."""
+    """The tile for more than 16 rows, or for a cache of eight bits."""
     if num_pairs <= 16:
         return Tile(rows, keys=64, num_warps=4 if head_dim <= 64 else 8, num_stages=3, fetch_first=True)
     if num_pairs < 128:

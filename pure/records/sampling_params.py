@@ -17,7 +17,7 @@ import attrs
 import numpy as np
 
 from purestep.kernels.record import record, replace
-from purestep.pure.errors import InvalidParameterError
+from purestep.pure.errors import InvalidParameterError, short
 from purestep.pure.records.logits_processor import LogitsProcessor
 from purestep.pure.records.structured_outputs import (
     StructuredOutputsParams,
@@ -41,7 +41,9 @@ def _token_ids(name: str) -> Callable[[Iterable[int] | None], tuple[int, ...]]:
         try:
             return () if value is None else tuple(operator.index(token) for token in value)
         except TypeError:
-            raise InvalidParameterError(f"{name} must be token ids (whole numbers), got {value!r}") from None
+            raise InvalidParameterError(
+                f"{name} must be token ids (whole numbers), got {short(value)}"
+            ) from None
 
     return convert
 
@@ -58,7 +60,7 @@ def _words(name: str) -> Callable[[Iterable[Iterable[int]] | None], tuple[tuple[
         try:
             return () if value is None else tuple(map(convert, value))
         except TypeError:
-            raise InvalidParameterError(f"{name} must be lists of token ids, got {value!r}") from None
+            raise InvalidParameterError(f"{name} must be lists of token ids, got {short(value)}") from None
 
     return convert_all
 
@@ -67,7 +69,9 @@ def _processors(value: Iterable[LogitsProcessor] | None) -> tuple[LogitsProcesso
     if isinstance(value, LogitsProcessor):
         return (value,)
     if not (value is None or isinstance(value, Iterable)):
-        raise InvalidParameterError(f"logits_processors must be a list of LogitsProcessor, got {value!r}")
+        raise InvalidParameterError(
+            f"logits_processors must be a list of LogitsProcessor, got {short(value)}"
+        )
     return tuple(value or ())
 
 
@@ -75,7 +79,7 @@ def _strings(value: str | Iterable[str] | None) -> tuple[str, ...]:
     if value is None:
         return ()
     if not isinstance(value, Iterable):
-        raise InvalidParameterError(f"stop must be a string or a list of strings, got {value!r}")
+        raise InvalidParameterError(f"stop must be a string or a list of strings, got {short(value)}")
     return (value,) if isinstance(value, str) else tuple(value)
 
 
@@ -86,7 +90,7 @@ def _bias(value: Mapping[int, float] | Iterable[tuple[int, float]] | None) -> tu
         pairs = dict(value).items() if isinstance(value, Mapping) else value
         return tuple((operator.index(token), _clamped(float(bias))) for token, bias in pairs)
     except (TypeError, ValueError):
-        raise InvalidParameterError(f"logit_bias must map token ids to numbers, got {value!r}") from None
+        raise InvalidParameterError(f"logit_bias must map token ids to numbers, got {short(value)}") from None
 
 
 def _clamped(bias: float) -> float:
@@ -204,11 +208,11 @@ def validate(
     except InvalidParameterError as error:
         if req_id is None:
             raise
-        raise InvalidParameterError(f"request {req_id!r}: {error}") from None
+        raise InvalidParameterError(f"request {short(req_id)}: {error}") from None
 
 
 def _refusal(name: str, value: object, allowed: str) -> InvalidParameterError:
-    return InvalidParameterError(f"{name} must be {allowed}, got {value!r}")
+    return InvalidParameterError(f"{name} must be {allowed}, got {short(value)}")
 
 
 def _validate_numbers(params: SamplingParams) -> None:

@@ -124,7 +124,7 @@ def finish(
     ticket = queue.live.get(req_id)
     if ticket is None:
         raise InvalidRequestError(
-            f"finish({short(req_id)}, {reason!r}): no such request waits or runs; it may have ended"
+            f"finish({short(req_id)}, {short(reason)}): no such request waits or runs; it may have ended"
         )
     if num_outputs is not None:
         queue = _settled_within(queue, ticket, num_outputs)
@@ -318,7 +318,7 @@ def _check_fork(queue: Queue, request: Request, parent: int) -> None:
         waits = queue.running.states[int(np.flatnonzero(queue.running.facts.ticket == parent)[0])]
     if waits.request.prompt_token_ids != request.prompt_token_ids:
         raise InvalidRequestError(
-            f"request {short(request.req_id)} is a fork of {request.fork_of!r}, whose prompt is another one "
+            f"request {short(request.req_id)} is a fork of {short(request.fork_of)}, whose prompt is another one "
             f"({len(waits.request.prompt_token_ids)} tokens, this one {len(request.prompt_token_ids)}): "
             f"give it the same"
         )

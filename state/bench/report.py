@@ -80,9 +80,9 @@ def watched(rows: Iterator[Row], total: int, *, is_shown: bool) -> Iterator[Row]
         for row in rows:
             what = row.bench if row.value is None else label(row)
             bar.update(task, advance=1, description=f"{row.who}: {what}")
-            value = shown(row, row.value)
+            told = shown(row, row.value) if row.why is None else f"not measured, {row.why}"
             bar.console.print(
-                f"{row.who}: {what} {value}".rstrip(), markup=False, highlight=False, soft_wrap=True
+                f"{row.who}: {what} {told}".rstrip(), markup=False, highlight=False, soft_wrap=True
             )
             yield row
 

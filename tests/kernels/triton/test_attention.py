@@ -19,6 +19,7 @@ import purestep.kernels.triton.decode  # isort: skip
 import purestep.kernels.triton.short  # isort: skip
 from purestep.kernels.triton import cuda_donating  # isort: skip
 from purestep.kernels.triton.attention import attend  # isort: skip
+from purestep.kernels.triton.decode import decode_tile  # isort: skip
 from purestep.kernels.triton.softmax import Tile  # isort: skip
 
 pytestmark = [quiet, pytest.mark.usefixtures("few_programs")]
@@ -252,6 +253,26 @@ def test_float64_is_refused() -> None:
     case = attention_case([(5, 1)], device=DEVICE)
     with pytest.raises(TypeError, match="float64"):
         case.run(attend, q=case.tensors["q"].double())
+
+
+@pytest.mark.parametrize(
+    ("dim", "tiles"),
+    [
+        (64, {8: (128, 4, 2), 64: (64, 4, 3), 512: (32, 1, 5), 2048: (64, 4, 2)}),
+        (128, {8: (64, 8, 3), 64: (64, 2, 3), 512: (64, 2, 3), 2048: (32, 1, 3)}),
+        (256, {8: (32, 4, 5), 2048: (32, 4, 5)}),
+    ],
+)
+def test_the_tile_of_decodes_by_how_many_there_are(dim: int, tiles: dict[int, tuple[int, int, int]]) -> None:
+    """Keys, warps and stages; more rows, and caches of eight bits, have at least two warps for them."""
+    for num_pairs, expected in tiles.items():
+        tile = decode_tile(torch.bfloat16, dim, 4, num_pairs)
+        assert (tile.keys, tile.num_warps, tile.num_stages) == expected
+        assert tile.fetch_first == (num_pairs <= 16 and dim <= 128)
+        with_more = decode_tile(torch.bfloat16, dim, 17, num_pairs)
+        narrow = decode_tile(torch.bfloat16, dim, 4, num_pairs, eight_bits=True)
+        assert (with_more.rows, narrow.rows) == (32, 16)
+        assert with_more.num_warps == narrow.num_warps >= 2
 
 
 def random_requests(count: int, longest: int, most_queries: int, seed: int) -> list[tuple[int, int]]:

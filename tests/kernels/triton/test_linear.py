@@ -203,11 +203,26 @@ def test_which_kernel_takes_which_shape() -> None:
         assert isinstance(tile, SkinnyTile) and (tile.tokens, tile.slices) == (8, 4)
         assert tile_for(8, 100, 8192, torch.bfloat16) is None
         assert tile_for(8, 3072, 2048, torch.bfloat16) is None  # 192 programs on 132 processors
-        assert isinstance(tile_for(8, 3072, 1024, torch.bfloat16, gated=True), SkinnyTile)
+        for tokens, width, stages, slices in (
+            (8, 1024, 4, 4),
+            (8, 2048, 5, 4),
+            (16, 2048, 4, 4),
+            (32, 8192, 4, 2),
+        ):
+            tile = tile_for(tokens, 4096, width, torch.bfloat16)
+            assert tile == SkinnyTile(tokens, 64, 128, 4, stages, slices)
+        assert tile_for(32, 2048, 8192, torch.bfloat16) == SkinnyTile(32, 64, 128, 4, 4, 4)
         for tokens in (8, 16, 32, 64):
             tile = tile_for(tokens, 32768, 2048, torch.bfloat16)
             assert isinstance(tile, SkinnyTile) and tile.tokens == max(tokens, 16)
         assert tile_for(64, 4096, 2048, torch.bfloat16) is None
+        patch.setattr(purestep.kernels.triton.linear, "MANY_ROWS", 6400)
+        for tokens, slices in ((8, 4), (16, 2), (32, 2)):
+            tile = tile_for(tokens, 3072, 1024, torch.bfloat16, gated=True)
+            assert tile == SkinnyTile(tokens, 64, 64, 4, 5, slices)
+        for tokens, width, stages in ((8, 2048, 5), (32, 2048, 6), (64, 2048, 5), (64, 4096, 4)):
+            tile = tile_for(tokens, 8192, width, torch.bfloat16, gated=True)
+            assert tile == SkinnyTile(max(tokens, 16), 64, 64, 4, stages)
     assert tile_for(16, 7, 96, torch.float32) is None
     assert tile_for(65, 7, 96, torch.bfloat16, gated=True) is None
 

@@ -79,7 +79,7 @@ def test_weights_are_the_leaves_but_for_an_embedding_of_which_only_rows_are_read
 
 
 def test_weights_of_fewer_bits_are_read_in_less_time() -> None:
-    """Each weight counts once, plain ones and panels that are no smaller not at all."""
+    """Of plain weights, and of panels that are no smaller, nothing is spared."""
     narrow, wide = (
         PanelWeight(dense=torch.zeros(64, 64), panels=torch.zeros(size, dtype=torch.uint8), kind=2)
         for size in (5_000, 20_000)
@@ -87,11 +87,11 @@ def test_weights_of_fewer_bits_are_read_in_less_time() -> None:
     prepared = Params({"embed": narrow, "layers": (wide, torch.zeros(9)), "norm": torch.zeros(3)})
     assert spared_bytes(prepared) == 64 * 64 * 4 - 5_000
 
-    floors = [
+    found = [
         decode_floor_ms(SHAPES["tiny"], (), batch=1, context=10, itemsize=4, read=1e3, spared=spared)
         for spared in (0, 5_000)
     ]
-    assert floors[0] - floors[1] == pytest.approx(5_000)
+    assert found[0] - found[1] == pytest.approx(5_000)
 
 
 @given(st.lists(st.none() | st.integers(1, 50), min_size=1, max_size=4), st.integers(1, 100))

@@ -95,6 +95,19 @@ def test_bounds_are_those_of_the_rates(rows: list[Row]) -> None:
             assert row.bound == prefill_ceiling(config, SMALL.prefill_length, 1e12)
 
 
+def test_our_floors_are_of_the_bytes_that_our_kernels_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a peer, which reads weights of the subject's type, are not."""
+    monkeypatch.setattr("purestep.state.bench.measure.spared_bytes", lambda prepared: 1000)
+    config, layers = SHAPES["tiny"], load(TINY).model.kv_layers
+    asked = wanted(what=("decode",), batches=(1,), peers=(peer(),))
+
+    for row in measure(asked, rates=RATES, launch=launch):
+        spared = 1000 if row.who == "purestep" else 0
+        assert row.bound == decode_floor_ms(
+            config, layers, batch=1, context=SMALL.mean_context, itemsize=4, read=1e9, spared=spared
+        )
+
+
 def test_start_up_is_the_sum_of_its_parts_and_comes_first(rows: list[Row]) -> None:
     startup = [row for row in rows if row.bench == "startup" and row.why is None]
 

@@ -123,6 +123,13 @@ def test_each_row_is_told_as_it_comes_where_there_is_no_terminal(capsys: pytest.
     assert label(ROWS[0]) in told and shown(ROWS[0], ROWS[0].value) in told
 
 
+def test_what_could_not_be_measured_is_told_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    row = Row(bench="decode", shape="1B", who="vllm", unit="ms", value=None, why="RuntimeError: no room")
+
+    assert list(watched(iter([row]), 1, is_shown=True)) == [row]
+    assert "vllm: decode not measured, RuntimeError: no room" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("rows", [ROWS, ROWS[:1], []])
 def test_a_picture_is_drawn(rows: list[Row], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")

@@ -26,6 +26,7 @@ from tests.kernels.triton.test_attention import (
 )
 from tests.laws import equal
 
+import purestep.kernels.triton.attention  # isort: skip
 import purestep.kernels.triton.decode  # isort: skip
 from purestep.kernels.triton import cuda_donating, cuda_invariant  # isort: skip
 from purestep.kernels.triton.shared import LARGEST_FP8  # isort: skip
@@ -176,6 +177,21 @@ def test_caches_and_scales_that_do_not_belong_together_are_refused() -> None:
             case.run(kernels.attend, kv_scales=scales)
         with pytest.raises(TypeError, match=r"kv_scales of torch.float64"):
             case.run(kernels.attend, kv=case.tensors["kv"].to(FP8), kv_scales=scales.double())
+
+
+def test_the_tile_is_that_of_a_cache_of_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And of a cache of the queries' type it is not."""
+    case, asked = attention_case([(9, 1)], device=DEVICE), list[bool]()
+    own = purestep.kernels.triton.attention.decode_tile
+
+    def decode_tile(*arguments: Any, eight_bits: bool) -> Any:
+        asked.append(eight_bits)
+        return own(*arguments, eight_bits=eight_bits)
+
+    monkeypatch.setattr(purestep.kernels.triton.attention, "decode_tile", decode_tile)
+    check(case, (1.0, 1.0))
+    case.run(cuda_donating().attend)
+    assert asked == [True, False]
 
 
 @pytest.mark.gpu

@@ -1,13 +1,12 @@
 """Values out of a model's files, which may hold anything: each is asked for by its kind, or refused by name."""
 
 import math
-import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar, overload
 
 import attrs
 
-from purestep.pure.errors import ModelLoadError
+from purestep.pure.errors import ModelLoadError, short
 
 T = TypeVar("T")
 D = TypeVar("D")
@@ -67,9 +66,7 @@ class Fields:
 
     def refusal(self, key: str, reason: str) -> ModelLoadError:
         """The error that names a value and what is wrong with it."""
-        return ModelLoadError(
-            f"{self.place}{key} = {reprlib.repr(self.values.get(key))} is not supported: {reason}"
-        )
+        return ModelLoadError(f"{self.place}{key} = {short(self.values.get(key))} is not supported: {reason}")
 
 
 def integer(*, least: int = 1, most: int = MOST) -> Kind[int]:

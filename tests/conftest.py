@@ -46,6 +46,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """A worker keeps no memory of the device that it does not use, since others share it."""
+    if item.get_closest_marker("gpu") and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def pytest_collection_finish() -> None:
     """What is there by now stays, so nobody need look for garbage in it: that takes half a second per capture.
 

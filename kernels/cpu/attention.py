@@ -45,6 +45,7 @@ def attend_qkv(
     q_gain: Tensor | None = None,
     k_gain: Tensor | None = None,
     eps: float = 0.0,
+    settled: bool = False,
     **bounds: Any,
 ) -> tuple[Tensor, Tensor]:
     """As the reference's; queries and keys that have no norms are turned as the heads of one tensor."""

@@ -68,6 +68,7 @@ def attend_qkv(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     kv_scales: Tensor | None = None,
+    settled: bool = False,
     **bounds: Any,
 ) -> tuple[Tensor, Tensor]:
     """As the reference's. Soft caps, caches of eight bits and heads that are no multiple of 32 are torch's.

@@ -64,6 +64,7 @@ def attend_qkv(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     kv_scales: Tensor | None = None,
+    settled: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`attend` with the heads of qkv, normed and turned on the way: by the kernel itself if all requests decode, else
     by one that also writes the keys and values."""
@@ -71,14 +72,14 @@ def attend_qkv(
         return compositions.attend_qkv(
             kernels, qkv, kv, query_start_loc, seq_lens, block_table, slot_mapping, cos=cos, sin=sin, q_gain=q_gain,
             k_gain=k_gain, eps=eps, max_query_len=max_query_len, max_seq_len=max_seq_len, scale=scale,
-            sliding_window=sliding_window, soft_cap=soft_cap, kv_scales=kv_scales,
+            sliding_window=sliding_window, soft_cap=soft_cap, kv_scales=kv_scales, settled=settled,
         )  # fmt: skip
     q, k, v = compositions.heads_of(qkv, kv)
     rotation = Rotation(cos.contiguous(), sin.contiguous(), q_gain, k_gain, eps)
     check_rotation("attend_qkv", q, rotation)
     return _attend(
         q, k, v, kv, query_start_loc, seq_lens, block_table, slot_mapping, rotation, max_query_len, max_seq_len,
-        scale, sliding_window, soft_cap, kv_scales,
+        scale, sliding_window, soft_cap, kv_scales, settled,
     )  # fmt: skip
 
 
@@ -98,6 +99,7 @@ def _attend(
     sliding_window: int | None,
     soft_cap: float | None,
     kv_scales: Tensor | None,
+    settled: bool = False,
 ) -> tuple[Tensor, Tensor]:
     check_floats("attend", q, k, v)
     check_cache("attend", kv, kv_scales)
@@ -120,6 +122,7 @@ def _attend(
             tile=tile,
             rotation=rotation,
             kv_scales=kv_scales,
+            settled=settled,
         )
         return out, kv
     if rotation is None:

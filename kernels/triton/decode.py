@@ -13,7 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 from purestep.kernels.triton.rotation import Rotation, load_angles, load_turned, place_of
-from purestep.kernels.triton.shared import INTERPRETED, early_launch, next_power_of_2, stored, take_turn
+from purestep.kernels.triton.shared import (
+    INTERPRETED,
+    early_launch,
+    let_next_begin,
+    next_power_of_2,
+    stored,
+    wait_for_previous,
+)
 from purestep.kernels.triton.softmax import (
     ScoreForm,
     Tile,
@@ -29,7 +36,9 @@ from purestep.kernels.triton.softmax import (
     take_in,
 )
 
-PROGRAMS = 528  # that keep a large chip busy: four on each of 132 processors
+PROGRAMS = (
+    528  # that keep a large chip busy: four on each of 132 processors, or half as many with eight warps
+)
 MOST_PARTS = 64
 LONGEST_PART = tl.constexpr(4096)  # keys that one program takes at most
 PARTS = tl.constexpr(16)  # joined at a time
@@ -52,15 +61,15 @@ def decode_tile(
     if rows > 16 or eight_bits:
         return _tile_with_room(rows, head_dim, num_pairs)
     if head_dim > 64:
-        if num_pairs <= 16:
+        if num_pairs < 128:
             return Tile(rows, keys=64, num_warps=8, num_stages=3, fetch_first=True)
         if num_pairs <= 1024:
             return Tile(rows, keys=64, num_warps=2, num_stages=3)
         return Tile(rows, keys=32, num_warps=1, num_stages=3)
     if num_pairs <= 16:
-        return Tile(rows, keys=128, num_warps=4, num_stages=2, fetch_first=True)
+        return Tile(rows, keys=64, num_warps=4, num_stages=3, fetch_first=True)
     if num_pairs < 128:
-        return Tile(rows, keys=64, num_warps=4, num_stages=3)
+        return Tile(rows, keys=64, num_warps=4, num_stages=2, fetch_first=True)
     if num_pairs <= 1024:
         return Tile(rows, keys=32, num_warps=1, num_stages=5)
     return Tile(rows, keys=64, num_warps=4, num_stages=2)
@@ -77,9 +86,10 @@ def _tile_with_room(rows: int, head_dim: int, num_pairs: int) -> Tile:
     return Tile(rows, keys=64, num_warps=2, num_stages=5)
 
 
-def num_parts(num_reqs: int, num_kv_heads: int) -> int:
+def num_parts(num_reqs: int, num_kv_heads: int, num_warps: int = 4) -> int:
     """Into how many parts the keys of each request are split, if it is not very long: a power of two."""
-    wanted = PROGRAMS // max(num_reqs * num_kv_heads, 1)
+    programs = PROGRAMS if num_warps <= 4 else PROGRAMS // 2
+    wanted = programs // max(num_reqs * num_kv_heads, 1)
     return min(max(1, 1 << max(wanted.bit_length() - 1, 0)), MOST_PARTS)
 
 
@@ -98,16 +108,18 @@ def decode(
     tile: Tile,
     rotation: Rotation | None = None,
     kv_scales: Tensor | None = None,
+    settled: bool = False,
 ) -> Tensor:
     """Attention where no request has more than one query token: [tokens, heads, dim]; writes k and v into `kv`.
 
-    q [tokens, heads, dim] and k [tokens, kv_heads, dim] are turned by `rotation`, if it is given.
+    q [tokens, heads, dim] and k [tokens, kv_heads, dim] are turned by `rotation`, if it is given. `settled` as in
+    `attend_qkv`: lengths, block ids and the first keys are read before the kernel's turn.
     """
     num_tokens, num_heads, dim = q.shape
     num_reqs, num_kv_heads = seq_lens.shape[0], kv.shape[3]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     places = max(num_reqs, num_tokens)  # the further ones zero padding tokens
-    parts = num_parts(num_reqs, num_kv_heads)
+    parts = num_parts(num_reqs, num_kv_heads, tile.num_warps)
     span = min(max_seq_len, form.window) if form.window else max_seq_len
     grid_parts = parts_of(span, parts, tile.keys)
     shape = (num_reqs, num_heads, grid_parts) if grid_parts > 1 else (1, 1, 1)
@@ -115,7 +127,7 @@ def decode(
     mass = torch.empty(*shape, 2, dtype=torch.float32, device=q.device)
     counts = (num_reqs, num_tokens, parts, grid_parts, block_table.shape[1])
     fixed = dict(HEADS=num_heads, DIM=dim, WIDTH=lanes(dim), BLOCK_SIZE=kv.shape[2], KEYS=tile.keys,
-                 WINDOW=form.window, **early_launch())  # fmt: skip
+                 WINDOW=form.window, SETTLED=settled, **early_launch())  # fmt: skip
     turn = (None,) * 4 if rotation is None else (rotation.cos, rotation.sin, rotation.q_gain, rotation.k_gain)
     _decode[(num_kv_heads, grid_parts, places)](
         q, k, v, kv, out, partial, mass, kv_scales, *turn, query_start_loc, seq_lens, block_table, slot_mapping,
@@ -232,6 +244,23 @@ def _after(query, tile, seen, scale, cap, largest, total, values, HAS_CAP: tl.co
     return take_in(score, tile[1].to(query.dtype), largest, total, values)
 
 
+@triton.jit
+def _leave(
+    out, partial, mass, scales, largest, total, values, cell, target, is_head, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    SPLIT: tl.constexpr,
+):  # fmt: skip
+    """The state of rows that are heads: in cells for `_join`, or finished as the results of an only part."""
+    lane = tl.arange(0, WIDTH)[None, :]
+    mask = is_head[:, None] & (lane < DIM)
+    if SPLIT:
+        tl.store(partial + cell[:, None] * DIM + lane, values, mask=mask)
+        tl.store(mass + cell * 2, largest, mask=is_head)
+        tl.store(mass + cell * 2 + 1, total, mask=is_head)
+    else:
+        result = finished(values, total, scales, out.dtype.element_ty)
+        tl.store(out + target[:, None] * DIM + lane, result, mask=mask)
+
+
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=SMALL)
 def _decode(
     q, k, v, kv, out, partial, mass, scales, cos, sin, q_gain, k_gain, query_start_loc, seq_lens, block_table,
@@ -239,10 +268,11 @@ def _decode(
     k_token, k_head, v_token, v_head, kv_block, kv_plane, kv_slot, kv_head, table_row,
     HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
     WINDOW: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, HAS_CAP: tl.constexpr, SPLIT: tl.constexpr,
-    STAGES: tl.constexpr, FETCH_FIRST: tl.constexpr, EARLY: tl.constexpr,
+    STAGES: tl.constexpr, FETCH_FIRST: tl.constexpr, SETTLED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    take_turn(EARLY)
-    scale = score_scale(scale, scales)
+    let_next_begin(EARLY)
+    if not SETTLED:
+        wait_for_previous(EARLY)
     group, part, place = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     table = block_table + place.to(tl.int64) * table_row
     num_columns = tl.where(place < num_reqs, table_columns, 0)
@@ -251,44 +281,41 @@ def _decode(
         blocks = tl.load(table + key // BLOCK_SIZE, mask=key // BLOCK_SIZE < num_columns, other=0)
     token, length = _query_of(query_start_loc, seq_lens, place, num_reqs, table_columns * BLOCK_SIZE)
     first, used = _seen(length, parts, KEYS, WINDOW)
-    row, lane = tl.arange(0, ROWS), tl.arange(0, WIDTH)[None, :]
-    mask = (row < GROUP)[:, None] & (lane < DIM)
-    head = group * GROUP + row
+    row = tl.arange(0, ROWS)
     past = length - 1
     begin = first // KEYS + part
-    if (token >= 0) & (part < used):
-        heads = kv + group * kv_head
-        if FETCH_FIRST:
-            if WINDOW > 0:
-                key = begin * KEYS + tl.arange(0, KEYS)
-                blocks = tl.load(table + key // BLOCK_SIZE, mask=key < past, other=0)
-            is_old = (key >= first) & (key < past)
-            fetched = load_slots(
-                heads, blocks, key, is_old, kv_block, kv_plane, kv_slot, BLOCK_SIZE, DIM, WIDTH, True
-            )  # fmt: skip
+    is_used = (token >= 0) & (part < used)
+    end = tl.where(is_used, past, 0)
+    heads = kv + group * kv_head
+    if FETCH_FIRST:
+        if WINDOW > 0:
+            key = begin * KEYS + tl.arange(0, KEYS)
+            blocks = tl.load(table + key // BLOCK_SIZE, mask=key < end, other=0)
+        is_old = (key >= first) & (key < end)
+        keys = load_slots(
+            heads, blocks, key, is_old, kv_block, kv_plane, kv_slot, BLOCK_SIZE, DIM, WIDTH, True
+        )  # fmt: skip
+    if SETTLED:
+        wait_for_previous(EARLY)
+    if is_used:
+        scale = score_scale(scale, scales)
         query, largest, total, values = _new_token(
             q, k, v, kv, out, scales, cos, sin, q_gain, k_gain, slot_mapping, eps, scale, cap, token.to(tl.int64),
             length, group, part, num_blocks, q_token, q_head, k_token, k_head, v_token, v_head, kv_block, kv_plane,
             kv_slot, kv_head, DIM, WIDTH, BLOCK_SIZE, GROUP, ROWS, HAS_CAP,
         )  # fmt: skip
         if FETCH_FIRST:
-            largest, total, values = _after(
-                query, fetched, is_old, scale, cap, largest, total, values, HAS_CAP
-            )
+            largest, total, values = _after(query, keys, is_old, scale, cap, largest, total, values, HAS_CAP)
             begin += used
         for tile in tl.range(begin, tl.cdiv(past, KEYS), used, num_stages=STAGES):
             at = tile * KEYS + tl.arange(0, KEYS)
             seen = (at >= first) & (at < past)
             old = load_tile(heads, table, at, seen, kv_block, kv_plane, kv_slot, BLOCK_SIZE, DIM, WIDTH, True)
             largest, total, values = _after(query, old, seen, scale, cap, largest, total, values, HAS_CAP)
-        if SPLIT:
-            cell = (place.to(tl.int64) * HEADS + head) * grid_parts + part
-            tl.store(partial + cell[:, None] * DIM + lane, values, mask=mask)
-            tl.store(mass + cell * 2, largest, mask=row < GROUP)
-            tl.store(mass + cell * 2 + 1, total, mask=row < GROUP)
-        else:
-            result = finished(values, total, scales, out.dtype.element_ty)
-            tl.store(out + (token.to(tl.int64) * HEADS + head[:, None]) * DIM + lane, result, mask=mask)
+        head = group * GROUP + row
+        cell = (place.to(tl.int64) * HEADS + head) * grid_parts + part
+        target, is_head = token.to(tl.int64) * HEADS + head, row < GROUP
+        _leave(out, partial, mass, scales, largest, total, values, cell, target, is_head, DIM, WIDTH, SPLIT)
     if not SPLIT:
         for i in tl.static_range(GROUP):
             own_head = group * GROUP + i
@@ -299,15 +326,19 @@ def _decode(
 def _join(
     out, partial, mass, scales, query_start_loc, seq_lens, num_reqs, num_tokens, parts, grid_parts, table_columns,
     HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
-    WINDOW: tl.constexpr, EARLY: tl.constexpr,
+    WINDOW: tl.constexpr, SETTLED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    take_turn(EARLY)
+    let_next_begin(EARLY)
+    if not SETTLED:
+        wait_for_previous(EARLY)
     head, place = tl.program_id(0), tl.program_id(1)
     token, length = _query_of(query_start_loc, seq_lens, place, num_reqs, table_columns * BLOCK_SIZE)
     _, used = _seen(length, parts, KEYS, WINDOW)
     lane = tl.arange(0, WIDTH)[None, :]
     row = (place.to(tl.int64) * HEADS + head) * grid_parts
     num_there = tl.where(place < num_reqs, grid_parts, 0)
+    if SETTLED:
+        wait_for_previous(EARLY)
     total, values = join_parts(partial, mass, row, grid_parts, num_there, used, DIM, WIDTH)
     result = finished(values, total, scales, out.dtype.element_ty)
     target = out + (token.to(tl.int64) * HEADS + head) * DIM

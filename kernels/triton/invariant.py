@@ -65,6 +65,7 @@ def attend_qkv(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     kv_scales: Tensor | None = None,
+    settled: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`attend` with the heads of qkv, normed and turned on their way into the cache."""
     q, k, v = compositions.heads_of(qkv, kv)

@@ -7,6 +7,8 @@ at most 2 % slower (tests/bench/results/h200_products.json, measured by tests/be
 float32 and round where the reference rounds.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -16,6 +18,7 @@ from purestep.kernels.triton.dense import add_rms_norm, rms_norm, silu_and_mul
 from purestep.kernels.triton.gemv import GemvTile, Norm, gemv
 from purestep.kernels.triton.shared import FLOATS, next_power_of_2
 from purestep.kernels.triton.skinny import SkinnyTile, skinny
+from purestep.kernels.triton.thin import ThinTile, thin
 from purestep.kernels.types import Kernels
 
 MANY_ROWS = 6400  # of each half of a gated weight: a hundred programs of 64
@@ -24,6 +27,8 @@ FEWEST_ROWS, MOST_ROWS = 960, 4096  # of a weight that is cut into slices
 SLICES = 4
 PROCESSORS = 132  # of a large chip
 MOST_TOKENS = 64  # rows of a product that may be our own kernel's
+
+Tile = GemvTile | SkinnyTile | ThinTile
 
 
 def tile_for(
@@ -34,19 +39,42 @@ def tile_for(
     *,
     gated: bool = False,
     normed: bool = False,
-) -> GemvTile | SkinnyTile | None:
+) -> Tile | None:
     """How to cut x [num_tokens, num_in] times the transpose of a weight [num_out, num_in], or two if gated; None:
     torch's product is to be used. `normed`: a norm of x is made on the way."""
     if num_tokens == 1:
         return _tile_for_one(num_in, gated=gated, normed=normed)
     if dtype.itemsize != 2:
         return None
+    if num_tokens <= 8:
+        tile = _tile_for_eight(num_out, num_in, gated=gated)
+        if tile is not None and tile.divides(num_in):
+            return tile
     if num_tokens <= 32:
         tokens = 8 if num_tokens <= 8 else 16 if num_tokens <= 16 else 32
         return _tile_for_a_few(tokens, num_out, num_in, gated=gated)
     if num_tokens <= MOST_TOKENS and num_out >= (MANY_ROWS if gated else VOCABULARY):
         return SkinnyTile(64, 64, 64, 4, (5 if num_in <= 2048 else 4) if gated else 6)
     return None
+
+
+def _tile_for_eight(num_out: int, num_in: int, *, gated: bool) -> ThinTile | None:
+    """The tile for up to 8 rows where programs that begin early win: a wide or a small weight, if gated; else a large
+    one, and one of which slices make more programs than processors."""
+    if gated:
+        if num_out >= MANY_ROWS:
+            return ThinTile(8, 16, 1, 128, 128, 4) if num_in > 2048 else None
+        return ThinTile(8, 16, 4, 256, 128, 2) if num_out >= FEWEST_ROWS else None
+    if VOCABULARY > num_out >= 4096 and num_in >= 4096:
+        return ThinTile(8, 16, 4, 256, 128, 4) if num_out > 4096 else ThinTile(8, 16, 4, 128, 128, 5)
+    if FEWEST_ROWS <= num_out <= MOST_ROWS and _wait_for_some(num_out):
+        return ThinTile(8, 16, 8, 256, 128, 3)
+    return None
+
+
+def _wait_for_some(num_out: int) -> bool:
+    """With all slices most processors would wait for a few that have two programs; with half, none is faster."""
+    return PROCESSORS < num_out * SLICES // 64 < 3 * PROCESSORS // 2
 
 
 def _tile_for_a_few(tokens: int, num_out: int, num_in: int, *, gated: bool) -> SkinnyTile | None:
@@ -58,8 +86,8 @@ def _tile_for_a_few(tokens: int, num_out: int, num_in: int, *, gated: bool) -> S
         return None
     if gated:
         return SkinnyTile(tokens, 64, 64, 4, 5, SLICES if tokens == 8 else SLICES // 2)
-    if PROCESSORS < num_out * SLICES // 64 < 3 * PROCESSORS // 2:
-        return None  # with all slices most processors wait for a few that have two programs; with half, none is faster
+    if _wait_for_some(num_out):
+        return None
     stages = 5 if tokens <= 16 and num_in > tokens * 128 else 4
     return SkinnyTile(tokens, 64, 128, 4, stages, SLICES // 2 if tokens == 32 and num_out > 2048 else SLICES)
 
@@ -84,8 +112,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     tile = _tile(x, weight, bias)
     if isinstance(tile, GemvTile):
         return gemv(x.flatten(), weight, bias, tile=tile)[0].view(*x.shape[:-1], -1)
-    if isinstance(tile, SkinnyTile):
-        return skinny(x.flatten(0, -2), weight, bias, tile=tile).view(*x.shape[:-1], -1)
+    if tile is not None:
+        return _of_a_few(x, weight, bias, tile=tile)
     return functional.linear(x, weight, bias)
 
 
@@ -94,8 +122,8 @@ def logits(kernels: Kernels, x: Tensor, weight: Tensor) -> Tensor:
     tile = _tile(x, weight) if is_own(kernels) else None
     if isinstance(tile, GemvTile):
         return gemv(x.flatten(), weight, out_dtype=torch.float32, tile=tile)[0].view(*x.shape[:-1], -1)
-    if isinstance(tile, SkinnyTile):
-        return skinny(x.flatten(0, -2), weight, out_dtype=torch.float32, tile=tile).view(*x.shape[:-1], -1)
+    if tile is not None:
+        return _of_a_few(x, weight, out_dtype=torch.float32, tile=tile)
     if x.is_cuda and x.ndim == 2 and x.dtype.itemsize == 2 and x.dtype == weight.dtype and is_own(kernels):
         return torch.mm(x, weight.T, out_dtype=torch.float32)
     return compositions.logits(kernels, x, weight)
@@ -124,13 +152,23 @@ def norm_gate_up(
     tile = _tile(x, weight, gain, residual, gated=True, normed=True) if is_own(kernels) else None
     if isinstance(tile, GemvTile):
         return _normed_gemv(x, residual, Norm(gain, eps), weight, None, tile, gated=True)
-    if isinstance(tile, SkinnyTile):
+    if tile is not None:
         normed, total = (
             (rms_norm(x, gain, eps), x) if residual is None else add_rms_norm(x, residual, gain, eps)
         )
-        out = skinny(normed.flatten(0, -2), weight, gated=True, tile=tile)
-        return out.view(*x.shape[:-1], -1), total
+        return _of_a_few(normed, weight, gated=True, tile=tile), total
     return compositions.norm_gate_up(kernels, x, residual, gain, eps, weight)
+
+
+def _of_a_few(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tile: SkinnyTile | ThinTile, **how: Any
+) -> Tensor:
+    rows = x.flatten(0, -2)
+    if isinstance(tile, ThinTile):
+        out = thin(rows, weight, bias, tile=tile, **how)
+    else:
+        out = skinny(rows, weight, bias, tile=tile, **how)
+    return out.view(*x.shape[:-1], -1)
 
 
 def _normed_gemv(
@@ -156,7 +194,7 @@ def is_own(kernels: Kernels) -> bool:
 
 def _tile(
     x: Tensor, weight: Tensor, *others: Tensor | None, gated: bool = False, normed: bool = False
-) -> GemvTile | SkinnyTile | None:
+) -> Tile | None:
     """How to cut the product; None if types or strides are not those that our kernels take."""
     if x.numel() > MOST_TOKENS * x.shape[-1]:
         return None

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from purestep.kernels.reference.rope import Scaling
-from purestep.kernels.triton.shared import FLOATS, cdiv, early_launch, rounded, take_turn
+from purestep.kernels.triton.shared import FLOATS, cdiv, late_launch, let_next_begin, rounded
 
 ENTRIES = 256  # per program
 
@@ -18,8 +18,8 @@ def angles(
 ) -> tuple[Tensor, Tensor]:
     """cos and sin of every token's angles in `dtype`, [tokens, head_dim / 2].
 
-    Frequencies are computed in float64 and rounded, angles in float32: at 100,000 either side of float32's own error,
-    some thousandths of a radian.
+    It begins when all that was launched before has ended, which `attend_qkv` may build on. Frequencies are computed in
+    float64 and rounded, angles in float32: at 100,000 either side of float32's own error, some thousandths of a radian.
 
     Raises:
         TypeError: dtype is not float32, bfloat16 or float16.
@@ -36,7 +36,7 @@ def angles(
         _angles[(cdiv(cos.numel(), ENTRIES),)](
             positions, cos, sin, cos.numel(), positions.stride(0), HALF=half, STEP=-2 * math.log2(theta) / head_dim,
             FACTOR=factor, LOW=low, HIGH=high, CONTEXT=context, SLOWED=scaling is not None, ENTRIES=ENTRIES,
-            **early_launch(),
+            **late_launch(),
         )  # fmt: skip
     return cos, sin
 
@@ -47,7 +47,7 @@ def _angles(
     LOW: tl.constexpr, HIGH: tl.constexpr, CONTEXT: tl.constexpr, SLOWED: tl.constexpr, ENTRIES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    take_turn(EARLY)
+    let_next_begin(EARLY)
     entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     exponent = (entry % HALF).to(tl.float64) * tl.full([ENTRIES], STEP, tl.float64)
     frequency = tl.exp2(exponent)

@@ -92,6 +92,14 @@ def early_launch() -> dict[str, bool]:
     return {"EARLY": early, "launch_pdl": early}
 
 
+def late_launch() -> dict[str, bool]:
+    """Options of a launch that begins when all before it has ended, and behind which the next may begin early.
+
+    So kernels behind it may read before their turn what was written before it was launched.
+    """
+    return early_launch() | {"launch_pdl": False}
+
+
 @functools.cache
 def is_hopper_or_later() -> bool:
     """Whether the device has early launches and copies of tiles."""

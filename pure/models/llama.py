@@ -132,6 +132,7 @@ def attention(
         scale=shape.head_dim**-0.5,
         sliding_window=shape.window_of(piece.layers[0]),
         kv_scales=metadata.scales_of(piece.layers[0]),
+        settled=True,  # `embed` asked for the angles when all of the step's inputs were there
     )
     return (out, cos, sin, residual), (layer_kv,)
 

@@ -30,10 +30,10 @@ import purestep.kernels.triton.attention as attention_module
 import purestep.kernels.triton.decode as decode_module
 import purestep.kernels.triton.linear as linear_module
 import purestep.kernels.triton.shared as shared_module
-from purestep.kernels.triton.dense import add_rms_norm, rms_norm
 from purestep.kernels.triton.gemv import GemvTile, Norm, gemv
 from purestep.kernels.triton.skinny import SkinnyTile, skinny
 from purestep.kernels.triton.softmax import Tile
+from purestep.kernels.triton.thin import ThinTile, thin
 from purestep.pure.models.config import ModelConfig
 from purestep.pure.models.initialize import random_params
 from purestep.pure.models.llama import llama
@@ -67,8 +67,41 @@ SOME_ROWS = [
     (128, 64, 4, 4),
     (128, 64, 8, 4),
 ]
+THIN = [  # rows, slices, first columns, columns, stages
+    *(
+        (16, 4, 256, 128, 4),
+        (16, 4, 128, 128, 5),
+        (16, 4, 256, 256, 3),
+        (16, 4, 128, 128, 4),
+        (16, 4, 128, 64, 6),
+    ),
+    *(
+        (16, 8, 256, 128, 3),
+        (16, 8, 128, 128, 3),
+        (32, 4, 256, 128, 3),
+        (16, 2, 256, 128, 4),
+        (16, 2, 128, 64, 6),
+    ),
+]
+THIN_GATED = [
+    *(
+        (16, 1, 128, 128, 4),
+        (16, 1, 128, 128, 3),
+        (16, 1, 256, 128, 4),
+        (16, 1, 256, 256, 2),
+        (16, 1, 64, 64, 6),
+    ),
+    *(
+        (16, 2, 128, 128, 3),
+        (16, 2, 256, 128, 3),
+        (16, 4, 128, 128, 2),
+        (16, 4, 256, 128, 2),
+        (16, 4, 128, 64, 4),
+    ),
+]
 FEW_REQUESTS = [  # keys, warps, stages, whether the first tile is fetched first, programs
     *((64, 4, 3, True, 528), (64, 8, 3, True, 528), (64, 4, 3, False, 528), (64, 4, 3, True, 264)),
+    *((64, 4, 2, True, 528), (64, 2, 3, True, 528), (32, 1, 5, True, 528)),
     *((128, 4, 2, True, 528), (128, 8, 3, True, 264), (64, 4, 2, False, 528), (32, 4, 3, True, 528)),
     *((64, 2, 3, False, 528), (32, 2, 3, False, 528)),
 ]
@@ -83,7 +116,6 @@ class Choice:
     """Tiles that take the place of the kernels' own; None as a tile: torch's product."""
 
     tiles: dict[Site, Any] = attrs.Factory(dict)
-    separate_norm: bool = False  # a kernel of its own before the product with one row
     attention: tuple[int, int, int, bool, int] | None = None
 
     @contextlib.contextmanager
@@ -107,32 +139,10 @@ class Choice:
         programs = decode_module.PROGRAMS if self.attention is None else self.attention[4]
         with (
             mock.patch.object(linear_module, "tile_for", tile_for),
-            mock.patch.object(
-                linear_module, "_normed_gemv", separate if self.separate_norm else linear_module._normed_gemv
-            ),
             mock.patch.object(attention_module, "decode_tile", decode_tile),
             mock.patch.object(decode_module, "PROGRAMS", programs),
         ):
             yield
-
-
-def separate(
-    x: Tensor,
-    residual: Tensor | None,
-    norm: Norm,
-    weight: Tensor,
-    bias: Tensor | None,
-    tile: Any,
-    *,
-    gated: bool,
-) -> tuple[Tensor, Tensor]:
-    """`_normed_gemv` in two kernels."""
-    if residual is None:
-        normed, total = rms_norm(x, norm.gain, norm.eps), x
-    else:
-        normed, total = add_rms_norm(x, residual, norm.gain, norm.eps)
-    out, _ = gemv(normed.flatten(), weight, bias, gated=gated, tile=tile)
-    return out.view(*x.shape[:-1], -1), total
 
 
 @contextlib.contextmanager
@@ -156,7 +166,7 @@ def sites(config: ModelConfig) -> dict[str, Site]:
 
 def tiles_of(site: Site, batch: int) -> list[Any]:
     """What to try for a product."""
-    outs, _, gated = site
+    outs, width, gated = site
     if batch == 1:
         tiles = [
             GemvTile(max(rows // 2, 1) if gated else rows, columns, warps) for rows, columns, warps in ONE_ROW
@@ -169,7 +179,12 @@ def tiles_of(site: Site, batch: int) -> list[Any]:
         found += [SkinnyTile(8 if batch <= 8 else tokens, *tile) for tile in SLICED]
     if gated:
         found = [t for t in found if t.rows * t.columns * t.num_stages <= 64 * 256 * 3]
-    return [*(t for t in found if 60 * t.rows <= outs * t.slices <= 600 * t.rows or outs > 20_000), None]
+    thin_tiles = [ThinTile(8, *tile) for tile in (THIN_GATED if gated else THIN) if batch <= 8]
+    return [
+        *(t for t in found if 60 * t.rows <= outs * t.slices <= 600 * t.rows or outs > 20_000),
+        *(t for t in thin_tiles if t.divides(width)),
+        None,
+    ]
 
 
 def compilations(names: dict[str, Site], batch: int) -> list[Callable[[], Any]]:
@@ -180,9 +195,10 @@ def compilations(names: dict[str, Site], batch: int) -> list[Callable[[], Any]]:
         x, weight = normal(batch, width, dtype=BF16), normal(128 * (2 if gated else 1), width, dtype=BF16)
         for tile in tiles_of(site, batch):
             out_dtype = torch.float32 if name == "head" else None
-            if isinstance(tile, SkinnyTile):
+            if isinstance(tile, SkinnyTile | ThinTile):
+                kernel: Callable[..., Tensor] = thin if isinstance(tile, ThinTile) else skinny
                 calls.append(
-                    lambda x=x, w=weight, t=tile, g=gated, d=out_dtype: skinny(
+                    lambda k=kernel, x=x, w=weight, t=tile, g=gated, d=out_dtype: k(
                         x, w, gated=g, out_dtype=d, tile=t
                     )
                 )
@@ -253,8 +269,6 @@ def tuned(name: str, batch: int, params: Params, deadline: float) -> tuple[Choic
             best(site, [(attrs.evolve(choice, tiles=choice.tiles | {key: tile}), tile) for tile in tiles])
     tries = FEW_REQUESTS if batch <= 16 else MANY_REQUESTS
     best("attention", [(attrs.evolve(choice, attention=tile), tile) for tile in tries])
-    if batch == 1:
-        best("norms", [(choice, "fused"), (attrs.evolve(choice, separate_norm=True), "separate")])
     return choice, lines
 
 
@@ -358,9 +372,7 @@ def main() -> int:
                 report["lines"] += lines
             line = measured(name, batch, params, choice, options.profile and name == options.shapes[0])
             tiles = {site: str(choice.tiles.get(key, "own")) for site, key in sites(SHAPES[name]).items()}
-            report["lines"].append(
-                line | {"tiles": tiles, "attention": choice.attention, "separate": choice.separate_norm}
-            )
+            report["lines"].append(line | {"tiles": tiles, "attention": choice.attention})
             save()
         del params
         torch.cuda.empty_cache()

@@ -8,7 +8,6 @@ the device does at best, measured first (copy, matrix product). Inputs rotate th
 """
 
 import argparse
-import contextlib
 import datetime
 import itertools
 import json
@@ -24,11 +23,10 @@ import torch
 import triton
 from torch import Tensor
 
-import purestep.kernels.triton.decode as decode_module
 from purestep.kernels.triton import cuda_donating
-from purestep.kernels.triton.decode import decode, decode_tile
 from purestep.kernels.triton.mixed import FEW_QUERIES, mixed, mixed_tile
 from purestep.kernels.triton.softmax import Tile, score_form
+from purestep.state.bench.shapes import SHAPES as MODELS
 from tests.kernels.triton.cases import AttentionCase, attention_case
 from tests.kernels.triton.gpu_checks import SHAPES, VOCAB, all_checks, compile_in_parallel, integers, normal
 
@@ -70,6 +68,9 @@ def rows() -> Iterator[Callable[[], list[Bench]]]:
     yield lambda: [attention_row("1B", "64 decodes and a chunk", [(1120, 1)] * 64 + [(4096, 2048)])]
     for tokens in (1, 64, 256, 8192):
         yield lambda tokens=tokens: dense_rows(tokens)
+    for name in MODELS:
+        for tokens in (1, 8, 64, 256):
+            yield lambda name=name, tokens=tokens: product_rows(name, tokens)
     for reqs in (1, 8, 64, 256):
         yield lambda reqs=reqs: sampling_rows(reqs)
     yield layout_rows
@@ -126,6 +127,32 @@ def dense_rows(tokens: int) -> list[Bench]:
         rotating(f"rotate {tokens} x (32 + 8) x 64", rotate, num_bytes=4.0 * tokens * 40 * 64),
         rotating(f"silu_and_mul {tokens} x {inner}", activation, num_bytes=6.0 * tokens * inner),
         rotating(f"embed {tokens} x {hidden}", embed, num_bytes=4.0 * tokens * hidden),
+    ]
+
+
+def product_rows(name: str, tokens: int) -> list[Bench]:
+    """The products of a layer and of the head, gate and up with their norm and activation; weights count as bytes."""
+    config, kernels = MODELS[name], cuda_donating()
+    hidden, inner, shape = config.hidden_size, config.intermediate_size, config.attention
+    heads = shape.num_heads * shape.head_dim
+
+    def row(label: str, outs: int, width: int) -> Bench:
+        def make(_: int) -> Call:
+            x, weight = normal(tokens, width, dtype=BF16), normal(outs, width, dtype=BF16) * width**-0.5
+            if label == "gate_up":
+                return lambda: kernels.norm_gate_up(kernels, x, x, weight[0], 1e-5, weight)
+            if label == "head":
+                return lambda: kernels.logits(kernels, x, weight)
+            return lambda: kernels.linear(x, weight, None)
+
+        return rotating(f"{label} {name} x {tokens}", make, num_bytes=2.0 * outs * width)
+
+    return [
+        row("qkv", heads + 2 * shape.num_kv_heads * shape.head_dim, hidden),
+        row("o", hidden, heads),
+        row("gate_up", 2 * inner, hidden),
+        row("down", hidden, inner),
+        row("head", config.vocab_size, hidden),
     ]
 
 
@@ -194,74 +221,14 @@ def layout_rows() -> list[Bench]:
 
 
 def tile_rows() -> Iterator[Callable[[], list[Bench]]]:
-    """Attention with other tiles, and decoding in other numbers of parts."""
+    """Attention of several queries with other tiles; those of decodes are tried by gpu_gemm.py, within steps."""
     for name in ("1B", "8B", "0.6B"):
-        for batch in (1, 8, 64, 256):
-            yield lambda name=name, batch=batch: decode_tiles(name, batch)
         for label, requests in (("prefill", [(2048, 2048)] * 4), ("5 queries x 64", [(1120, 5)] * 64)):
             yield lambda name=name, label=label, requests=requests: mixed_tiles(name, label, requests)
 
 
-def decode_tiles(name: str, batch: int) -> list[Bench]:
-    heads, kv_heads, dim = SHAPES[name]
-    requests = [(1120, 1)] * batch
-    num_bytes, _ = attention_work(requests, heads, kv_heads, dim)
-    sets = int(min(8, max(1, L2_BYTES // num_bytes)))
-    cases = [
-        attention_case(requests, heads=heads, kv_heads=kv_heads, dim=dim, dtype=BF16, device="cuda", seed=i)
-        for i in range(sets)
-    ]
-    rows = decode_tile(BF16, dim, heads // kv_heads, batch * kv_heads).rows
-    found = []
-    for programs in (132, 264, 528, 1056):
-        for keys, warps, stages in (
-            (32, 1, 3),
-            (32, 2, 3),
-            (32, 2, 7),
-            (64, 2, 5),
-            (64, 4, 3),
-            (64, 4, 5),
-            (64, 4, 7),
-            (128, 4, 3),
-            (128, 8, 5),
-        ):
-            if programs != 528 and decode_parts(programs, batch, kv_heads) == decode_parts(
-                528, batch, kv_heads
-            ):
-                continue
-            tile = Tile(rows, keys, warps, stages)
-            label = f"decode {name} x {batch} keys {keys} warps {warps} stages {stages} programs {programs}"
-            found.append(Bench(label, [decode_call(case, tile, programs) for case in cases], num_bytes))
-    return found
-
-
-def decode_parts(programs: int, batch: int, kv_heads: int) -> int:
-    with programs_wanted(programs):
-        return decode_module.num_parts(batch, kv_heads)
-
-
-@contextlib.contextmanager
-def programs_wanted(programs: int) -> Iterator[None]:
-    before = decode_module.PROGRAMS
-    decode_module.PROGRAMS = programs
-    try:
-        yield
-    finally:
-        decode_module.PROGRAMS = before
-
-
 def read_only(case: AttentionCase) -> tuple[Tensor, ...]:
     return tuple(case.tensors[name] for name in ("q", "kv", "query_start_loc", "seq_lens", "block_table"))
-
-
-def decode_call(case: AttentionCase, tile: Tile, programs: int) -> Call:
-    form = score_form(case.static["scale"], None, None)
-
-    def call() -> Tensor:
-        with programs_wanted(programs):
-            return decode(**case.tensors, max_seq_len=case.static["max_seq_len"], form=form, tile=tile)
-
-    return call
 
 
 def mixed_tiles(name: str, label: str, requests: list[tuple[int, int]]) -> list[Bench]:
@@ -318,13 +285,19 @@ def microseconds(bench: Bench, replays: int = 15) -> float:
 
 
 def ceilings() -> dict[str, float]:
-    """Bytes a second of a large copy (read and written), operations a second of a large bf16 product."""
+    """Bytes a second that a large array is read with, or read and written if that is more; operations a second of a
+    large bf16 product.
+
+    Arrays are added up and negated: a copy would be a node of another kind in a graph, and slower than kernels are.
+    """
     source = torch.randn(2**28, device="cuda")
     target = torch.empty_like(source)
-    copy_us = microseconds(Bench("copy", [lambda: target.copy_(source)]))
+    read_us = microseconds(Bench("read", [lambda: source.sum()]))
+    negate_us = microseconds(Bench("read and write", [lambda: torch.neg(source, out=target)]))
     a, b = normal(8192, 8192, dtype=BF16), normal(8192, 8192, dtype=BF16)
     product_us = microseconds(Bench("product", [lambda: a @ b]))
-    return {"bytes_s": 2e6 * source.nbytes / copy_us, "flops_s": 2e6 * 8192**3 / product_us}
+    bytes_s = 1e6 * source.nbytes * max(1 / read_us, 2 / negate_us)
+    return {"bytes_s": bytes_s, "flops_s": 2e6 * 8192**3 / product_us}
 
 
 def measure(bench: Bench, ceiling: dict[str, float]) -> dict[str, Any]:

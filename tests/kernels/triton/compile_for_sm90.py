@@ -89,14 +89,18 @@ def call_attention(
         q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
         kv = meta(64, 2, 16, kv_heads, dim, dtype=torch.float8_e4m3fn if fp8 else dtype)
         batch = (ints(reqs + 1), ints(reqs), ints(reqs, 8), meta(tokens, dtype=torch.int64))
-        bounds = {"max_query_len": max_query_len, "max_seq_len": 128, "scale": 0.1, **form}
+        bounds = {"max_query_len": max_query_len, "max_seq_len": 512, "scale": 0.1, **form}
         bounds["kv_scales"] = meta(2) if fp8 else None
         if len(normed) > 1:
             kernels.attend(q, k, v, kv, *batch, **bounds)
         angles = {"cos": meta(tokens, half, dtype=dtype), "sin": meta(tokens, half, dtype=dtype)}
         for has_norms in normed:
             norms = {"q_gain": gain, "k_gain": gain, "eps": 1e-5} if has_norms else {}
-            kernels.attend_qkv(kernels, qkv.flatten(1), kv, *batch, **angles, **norms, **bounds)
+            qkv_of_heads = qkv.flatten(1)
+            for settled in (False, True):
+                kernels.attend_qkv(
+                    kernels, qkv_of_heads, kv, *batch, **angles, **norms, **bounds, settled=settled
+                )
 
 
 def call_dense(dtype: torch.dtype) -> None:
@@ -132,6 +136,11 @@ def call_products(dtype: torch.dtype) -> None:
         x, weight = meta(tokens, 2048, dtype=dtype), meta(2 * outs, 2048, dtype=dtype)
         kernels.linear(x, weight[:outs], x[0, :1].expand(outs).contiguous())
         kernels.norm_gate_up(kernels, x, x, x[0], 1e-5, weight)
+    for outs, width in ((3072, 2048), (6144, 4096), (4096, 14336)):
+        kernels.linear(meta(5, width, dtype=dtype), meta(outs, width, dtype=dtype))
+    for outs, width in ((3072, 1024), (14336, 4096)):
+        x = meta(5, width, dtype=dtype)
+        kernels.norm_gate_up(kernels, x, x, x[0], 1e-5, meta(2 * outs, width, dtype=dtype))
     for tokens in (5, 20, 40):
         for width in (96, 2048):
             x = meta(tokens, width, dtype=dtype)

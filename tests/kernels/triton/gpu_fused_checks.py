@@ -111,7 +111,7 @@ def _product(dtype: torch.dtype, outs: int, width: int) -> list[float]:
     kernels, errors = cuda_donating(), []
     weight = normal(2 * outs, width, dtype=dtype) * width**-0.5
     gain, bias, wide = normal(width, dtype=dtype), normal(outs, dtype=dtype), weight.double()
-    for tokens in (1, 2, 5, 16, 17, 40):
+    for tokens in (1, 2, 5, 8, 16, 17, 40):
         x, residual = normal(tokens, width, dtype=dtype), normal(tokens, width, dtype=dtype)
         total = residual + x
         normed = reference.rms_norm(total, gain, 1e-5).double()

@@ -196,14 +196,22 @@ def test_a_part_that_was_replaced_is_used(max_query_len: int) -> None:
 
 @pytest.mark.parametrize("fetch_first", [False, True])
 @pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("settled", [False, True])
 def test_the_first_keys_before_the_query_or_after(
-    fetch_first: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
+    fetch_first: bool, window: int | None, settled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The order in which things are read changes nothing."""
     tile = Tile(16, 16, 4, 3, fetch_first)
     monkeypatch.setattr(purestep.kernels.triton.attention, "decode_tile", lambda *_, **__: tile)
     requests = [(0, 1), (1, 1), (0, 0), (17, 1), (150, 1)]
-    check(attention_case(requests, sliding_window=window, device=DEVICE), torch.float32)
+    case = attention_case(requests, sliding_window=window, device=DEVICE)
+    qkv, how = turned(case, False, 0)
+    kernels = cuda_donating()
+
+    def function(q: Any, k: Any, v: Any, kv: Any, **others: Any) -> Any:
+        return kernels.attend_qkv(kernels, qkv, kv, **others, **how, settled=settled)
+
+    check(case, torch.float32, function=function)
 
 
 def test_cos_of_another_type_is_refused() -> None:
@@ -258,8 +266,8 @@ def test_float64_is_refused() -> None:
 @pytest.mark.parametrize(
     ("dim", "tiles"),
     [
-        (64, {8: (128, 4, 2), 64: (64, 4, 3), 512: (32, 1, 5), 2048: (64, 4, 2)}),
-        (128, {8: (64, 8, 3), 64: (64, 2, 3), 512: (64, 2, 3), 2048: (32, 1, 3)}),
+        (64, {8: (64, 4, 3), 64: (64, 4, 2), 512: (32, 1, 5), 2048: (64, 4, 2)}),
+        (128, {8: (64, 8, 3), 64: (64, 8, 3), 512: (64, 2, 3), 2048: (32, 1, 3)}),
         (256, {8: (32, 4, 5), 2048: (32, 4, 5)}),
     ],
 )
@@ -268,7 +276,7 @@ def test_the_tile_of_decodes_by_how_many_there_are(dim: int, tiles: dict[int, tu
     for num_pairs, expected in tiles.items():
         tile = decode_tile(torch.bfloat16, dim, 4, num_pairs)
         assert (tile.keys, tile.num_warps, tile.num_stages) == expected
-        assert tile.fetch_first == (num_pairs <= 16 and dim <= 128)
+        assert tile.fetch_first == (num_pairs < 128 and dim <= 128)
         with_more = decode_tile(torch.bfloat16, dim, 17, num_pairs)
         narrow = decode_tile(torch.bfloat16, dim, 4, num_pairs, eight_bits=True)
         assert (with_more.rows, narrow.rows) == (32, 16)

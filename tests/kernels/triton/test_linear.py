@@ -20,6 +20,7 @@ from purestep.kernels.triton import cuda_donating  # isort: skip
 from purestep.kernels.triton.gemv import GemvTile, gemv  # isort: skip
 from purestep.kernels.triton.linear import linear, tile_for  # isort: skip
 from purestep.kernels.triton.skinny import SkinnyTile, skinny  # isort: skip
+from purestep.kernels.triton.thin import ThinTile, thin  # isort: skip
 
 pytestmark = quiet
 
@@ -149,6 +150,27 @@ def test_slices_stand_in_for_rows(tokens: int, slices: int) -> None:
         assert_close(gated, reference.silu_and_mul(reference.linear(*wide(x, weight))))
 
 
+THIN = st.builds(ThinTile, *map(st.sampled_from, ([8, 16], [16, 32], [1, 2, 4], [16, 64], [16, 32], [2, 3])))
+
+
+@few(12)
+@given(THIN, st.integers(0, 3), st.sampled_from([1, 5, 8, 9]), OUTS, st.booleans(), st.sampled_from(NARROW))
+def test_thin_tiles_of_any_shape(
+    tile: ThinTile, steps: int, tokens: int, outs: int, is_gated: bool, dtype: torch.dtype
+) -> None:
+    """What is fetched first is all or a part; a row has the same bits wherever it stands, whatever the others are."""
+    width = tile.slices * (tile.first + steps * tile.columns)
+    assert tile.divides(width) and not tile.divides(width + 1)
+    x, weight = normal(tokens, width, dtype=dtype, seed=0), normal(2 * outs, width, dtype=dtype, seed=1)
+    weight = weight if is_gated else weight[:outs]
+    bias = None if is_gated else normal(outs, dtype=dtype, seed=2)
+    ours = thin(x, weight, bias, gated=is_gated, tile=tile)
+    expected = reference.linear(*wide(x, weight, bias))
+    assert_close(ours, reference.silu_and_mul(expected) if is_gated else expected)
+    order = torch.arange(tokens - 1, -1, -1, device=DEVICE)[: max(tokens - 1, 1)]
+    assert equal(thin(x[order], weight, bias, gated=is_gated, tile=tile), ours[order])
+
+
 @pytest.mark.parametrize("tile", [GemvTile(1, 64, 4), GemvTile(8, 128, 4), GemvTile(4, 256, 8)])
 def test_one_row_in_tiles_of_any_shape(tile: GemvTile) -> None:
     """Columns that a tile divides and that it does not, rows that end within a tile."""
@@ -202,7 +224,11 @@ def test_which_kernel_takes_which_shape() -> None:
         tile = tile_for(8, 2048, 8192, torch.bfloat16)
         assert isinstance(tile, SkinnyTile) and (tile.tokens, tile.slices) == (8, 4)
         assert tile_for(8, 100, 8192, torch.bfloat16) is None
-        assert tile_for(8, 3072, 2048, torch.bfloat16) is None  # 192 programs on 132 processors
+        assert tile_for(16, 3072, 2048, torch.bfloat16) is None  # 192 programs on 132 processors
+        assert tile_for(8, 3072, 2048, torch.bfloat16) == ThinTile(8, 16, 8, 256, 128, 3)
+        assert tile_for(8, 3072, 2560, torch.bfloat16) is None  # 320 columns a slice
+        assert tile_for(8, 6144, 4096, torch.bfloat16) == ThinTile(8, 16, 4, 256, 128, 4)
+        assert tile_for(8, 4096, 14336, torch.bfloat16) == ThinTile(8, 16, 4, 128, 128, 5)
         for tokens, width, stages, slices in (
             (8, 1024, 4, 4),
             (8, 2048, 5, 4),
@@ -217,7 +243,9 @@ def test_which_kernel_takes_which_shape() -> None:
             assert isinstance(tile, SkinnyTile) and tile.tokens == max(tokens, 16)
         assert tile_for(64, 4096, 2048, torch.bfloat16) is None
         patch.setattr(purestep.kernels.triton.linear, "MANY_ROWS", 6400)
-        for tokens, slices in ((8, 4), (16, 2), (32, 2)):
+        assert tile_for(8, 3072, 1024, torch.bfloat16, gated=True) == ThinTile(8, 16, 4, 256, 128, 2)
+        assert tile_for(8, 14336, 4096, torch.bfloat16, gated=True) == ThinTile(8, 16, 1, 128, 128, 4)
+        for tokens, slices in ((16, 2), (32, 2)):
             tile = tile_for(tokens, 3072, 1024, torch.bfloat16, gated=True)
             assert tile == SkinnyTile(tokens, 64, 64, 4, 5, slices)
         for tokens, width, stages in ((8, 2048, 5), (32, 2048, 6), (64, 2048, 5), (64, 4096, 4)):

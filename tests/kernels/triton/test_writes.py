@@ -114,4 +114,5 @@ def test_offsets_of_64_bits() -> None:
         assert equal(kv[block + 1], kv[block])
         zero_blocks(kv, ints(block))
         assert not kv[block].any()
-    assert kv.count_nonzero() == 2 * 2 * 32
+    written = kv.view(torch.int16).any(-1)  # count_nonzero would take four times the memory of the cache
+    assert written.sum() == 2 * 2

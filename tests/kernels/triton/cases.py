@@ -52,6 +52,13 @@ class AttentionCase:
         return out
 
 
+def far_apart(kv: Tensor) -> Tensor:
+    """The same cache, whose blocks lie so far apart that from the fifth on they begin beyond 2**31 elements."""
+    step = 2**29
+    room = torch.empty((len(kv) - 1) * step + kv[0].numel(), dtype=kv.dtype, device=kv.device)
+    return room.as_strided(kv.shape, (step, *kv.stride()[1:])).copy_(kv)
+
+
 def attention_case(
     requests: list[tuple[int, int]],  # (length after the step, queries)
     *,
@@ -64,18 +71,15 @@ def attention_case(
     seed: int = 0,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
-    spare_blocks: int = 0,  # between the null block and the first that is used
 ) -> AttentionCase:
     """Requests over blocks in random order; a request of length 0 runs idle, its tokens write to the null block."""
     assert all(queries <= length or length == 0 for length, queries in requests), "more queries than tokens"
     generator = torch.Generator(device).manual_seed(seed)
     num_blocks = [-(-length // block_size) for length, _ in requests]
     width, total = max(1, *num_blocks) + 1, sum(num_blocks)
-    order = torch.randperm(total, generator=generator, device=device) + 1 + spare_blocks
+    order = torch.randperm(total, generator=generator, device=device) + 1
     num_tokens = sum(queries for _, queries in requests) + PADDING
-    kv = torch.full(
-        (total + 2 + spare_blocks, 2, block_size, kv_heads, dim), math.nan, dtype=dtype, device=device
-    )
+    kv = torch.full((total + 2, 2, block_size, kv_heads, dim), math.nan, dtype=dtype, device=device)
     table = torch.ones(len(requests), width, dtype=torch.int32, device=device)
     slots = torch.arange(num_tokens, device=device) % block_size
     token, first = 0, 0

@@ -16,7 +16,14 @@ from triton.runtime.jit import JITFunction
 
 from purestep.kernels.reference import reference
 from purestep.kernels.triton import cuda_donating
-from tests.kernels.triton.cases import AttentionCase, attention_case, relative_error, same, wrong_side
+from tests.kernels.triton.cases import (
+    AttentionCase,
+    attention_case,
+    far_apart,
+    relative_error,
+    same,
+    wrong_side,
+)
 
 Result = tuple[str, bool, str]  # what was checked, whether it holds, by how much
 ERROR = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -75,7 +82,8 @@ def _checks(seed: int) -> Iterator[tuple[str, Callable[[], tuple[bool, str]]]]:
     compile_in_parallel([lambda case=case: case.run(cuda_donating().attend) for case in cases.values()])
     for name, case in cases.items():
         yield name, lambda case=case: _attention(case)
-    yield "attend beyond 2**31", lambda: _attention(_far_case(seed))
+    far = attention_case([(100, 1), (77, 1)], dim=64, dtype=torch.bfloat16, device="cuda", seed=seed)
+    yield "attend beyond 2**31", lambda: _attention(far, far_apart)
     yield "norms and activation", _dense
     yield "rotate to the bit", _rotate
     yield "writes to the bit", _writes
@@ -138,16 +146,10 @@ def _batches(seed: int) -> list[tuple[str, list[tuple[int, int]], dict[str, Any]
     ]
 
 
-def _far_case(seed: int) -> AttentionCase:
-    spare = 2**31 // (2 * 16 * 2 * 64) + 1000
-    return attention_case(
-        [(300, 1), (77, 1)], dim=64, dtype=torch.bfloat16, device="cuda", spare_blocks=spare, seed=seed
-    )
-
-
-def _attention(case: AttentionCase) -> tuple[bool, str]:
+def _attention(case: AttentionCase, place: Callable[[Tensor], Tensor] = Tensor.clone) -> tuple[bool, str]:
+    """Values, zeros, and the cache, wherever it is placed."""
     t, expected = case.tensors, case.expected()
-    out, kv = case.run(cuda_donating().attend)
+    out, kv = case.run(cuda_donating().attend, kv=place(case.tensors["kv"]))
     error = relative_error(out, expected)
     blind = expected.flatten(1).abs().sum(1) == 0
     zeros = not bool(out[blind].any())

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from purestep.kernels.reference import reference
 from purestep.kernels.reference.scales import FP8, scales_of, stored
-from tests.kernels.triton.cases import PADDING, AttentionCase, attention_case, relative_error
+from tests.kernels.triton.cases import PADDING, AttentionCase, attention_case, far_apart, relative_error
 from tests.kernels.triton.device import DEVICE, few, quiet
 from tests.kernels.triton.test_attention import (
     DECODES,
@@ -242,12 +242,14 @@ def test_long_requests(requests: list[tuple[int, int]]) -> None:
 @pytest.mark.gpu
 def test_offsets_of_64_bits() -> None:
     """Blocks whose first element lies beyond 2**31."""
-    spare = 2**31 // (2 * 16 * 2 * 64) + 1000
+    attend = cuda_donating().attend
+
+    def function(*, kv: Any, **others: Any) -> Any:
+        return attend(kv=far_apart(kv), **others)
+
     for queries in (1, 40):
-        case = attention_case(
-            [(100, queries)], dim=64, dtype=torch.bfloat16, device=DEVICE, spare_blocks=spare
-        )
-        check(case, (0.009, 0.011))
+        case = attention_case([(100, queries)], dim=64, dtype=torch.bfloat16, device=DEVICE)
+        check(case, (0.009, 0.011), attend=function)
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from purestep.kernels.triton.bracket import list_around_cut
 from purestep.kernels.triton.select import (
     INFINITY_KEY,
     candidates,
@@ -90,6 +91,36 @@ def _lowest_within(top, distance):
 
 
 @triton.jit
+def _cut_by_mass(values, count, start, highest, may_go, top, peak=0.0, divisor=1.0):
+    """The key at which a list is cut whose lowest entries, from key `start` up, are to go while they weigh `may_go`;
+    and how many of the entries with that key stay, 0 for all."""
+    cut = smallest_reaching(values, count, start, highest, may_go, top, True, peak, divisor)
+    below = weigh(values, count, start, cut - 1, top, True, peak, divisor)
+    ties = weigh(values, count, cut, cut, top, False, peak, divisor)
+    gone = tl.floor((may_go - below) / tl.exp(float_of(cut) - top))
+    kept = tl.minimum(tl.maximum(ties - tl.maximum(gone, 0.0), 1.0), ties).to(tl.int32)
+    return cut, tl.where(kept < ties, kept, 0)
+
+
+@triton.jit
+def _cut_around(
+    logits, vocab, floor, p, top, total, values, ids, CAPACITY: tl.constexpr, peak, divisor
+):  # fmt: skip
+    """The cut of a row by top-p alone, and whether it was found: not if too many entries lie around it."""
+    may_go = (1.0 - p) * total
+    count, under = list_around_cut(logits, vocab, floor, may_go, top, values, ids, CAPACITY, peak, divisor)
+    cut = floor
+    last = floor * 0 + LARGEST_KEY
+    is_found = count <= CAPACITY
+    if is_found:
+        lowest = tl.maximum(floor, -INFINITY_KEY - 1)
+        cut, kept = _cut_by_mass(values, count, lowest, order_key(top), may_go - under, top)
+        if kept > 0:
+            last = id_of_tie(values, ids, count, cut, kept, True)
+    return cut, last, is_found
+
+
+@triton.jit
 def _cut_of_list(
     values, ids, count, floor, k, p, top, total, HAS_IDS: tl.constexpr, peak=0.0, divisor=1.0
 ):  # fmt: skip
@@ -117,13 +148,9 @@ def _cut_of_list(
             if k == 0:
                 everything = total
             may_go = (1.0 - p) * everything - (everything - listed)
-            start = tl.maximum(cut, lowest)
-            cut = smallest_reaching(values, count, start, highest, may_go, top, True, peak, divisor)
-            below = weigh(values, count, start, cut - 1, top, True, peak, divisor)
-            ties = weigh(values, count, cut, cut, top, False, peak, divisor)
-            gone = tl.floor((may_go - below) / tl.exp(float_of(cut) - top))
-            kept = tl.minimum(tl.maximum(ties - tl.maximum(gone, 0.0), 1.0), ties).to(tl.int32)
-            kept = tl.where(kept < ties, kept, 0)
+            cut, kept = _cut_by_mass(
+                values, count, tl.maximum(cut, lowest), highest, may_go, top, peak, divisor
+            )
     last = floor * 0 + LARGEST_KEY
     if kept > 0:
         last = id_of_tie(values, ids, count, cut, kept, HAS_IDS, peak, divisor)
@@ -170,7 +197,14 @@ def cut_of_row(
         if fits:
             cut, last = _cut_of_list(values, ids, count, floor, k, p, top, total, True)
         else:
-            cut, last = _cut_of_list(logits, ids, vocab, cut, k, p, top, total, False, peak, divisor)
+            is_found = top_key != top_key
+            least = cut
+            if k == 0:
+                cut, last, is_found = _cut_around(
+                    logits, vocab, least, p, top, total, values, ids, CAPACITY, peak, divisor
+                )
+            if is_found == 0:
+                cut, last = _cut_of_list(logits, ids, vocab, least, k, p, top, total, False, peak, divisor)
             count = top_key * 0 - 1
     return cut, last, count
 

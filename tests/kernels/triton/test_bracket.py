@@ -1,0 +1,80 @@
+"""A list of what lies around a cut: the cut is in it, and what lies below it is weighed."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.kernels.triton.cases import cut_in_float64
+from tests.kernels.triton.device import DEVICE, few, quiet
+from tests.laws import equal
+
+import purestep.kernels.triton.truncate as truncate_module  # isort: skip
+
+pytestmark = quiet
+
+ROWS = st.builds(
+    lambda seed, sharpness, offset, width: (
+        torch.randn(width, generator=torch.Generator().manual_seed(seed)) * sharpness + offset
+    ),
+    st.integers(0, 2**31),
+    st.sampled_from([0.01, 0.5, 2.0, 6.0]),
+    st.sampled_from([0.0, -1000.0, 77.0]),
+    st.sampled_from([2000, 5000]),
+)
+
+
+def cut(row: Tensor, p: float, min_p: float, *, capacity: int) -> Tensor:
+    """The row as top-p and min-p leave it, with a list of so many entries."""
+    top_k, top_p, ratio = (torch.tensor([x], device=DEVICE) for x in (0, p, min_p))
+    ours = truncate_module.truncate_by(
+        row[None].to(DEVICE), top_k.int(), top_p, ratio, sub_block=128, capacity=capacity
+    )
+    return ours[0].cpu()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="looks into a function that is compiled on a GPU")
+@few(25)
+@given(ROWS, st.sampled_from([0.05, 0.5, 0.9, 0.99, 0.9999]))
+def test_the_cut_lies_in_the_list(row: Tensor, p: float) -> None:
+    own, found = truncate_module.list_around_cut, []
+
+    def spy(
+        logits: Any, width: Any, floor: Any, may_go: Any, top: Any, values: Any, ids: Any, *rest: Any
+    ) -> Any:
+        count, under = own(logits, width, floor, may_go, top, values, ids, *rest)
+        found.append((int(count.handle.data.item()), float(under.handle.data.item())))
+        return count, under
+
+    with mock.patch.object(truncate_module, "list_around_cut", spy):
+        cut(row, p, 0.0, capacity=16)
+    ((count, under),) = found
+    weights = (row.double() - row.max().double()).exp()
+    order = row.argsort()
+    below = torch.cat((torch.zeros(1, dtype=torch.float64), weights[order].cumsum(0)))
+    first = int((below - under).abs().argmin())  # so many lie below the list
+    assert below[first].item() == pytest.approx(under, rel=1e-5, abs=1e-12)
+    kept, _ = cut_in_float64(row, 0, p, 0.0)
+    lowest_kept = len(row) - int(kept.sum())
+    assert first <= lowest_kept < first + count
+    assert count <= max(0.02 * len(row), 16)
+
+
+@few(12)
+@given(ROWS, st.sampled_from([0.3, 0.9, 0.99]), st.sampled_from([0.0, 0.02]))
+def test_flat_rows_are_cut_where_the_rule_cuts_them(row: Tensor, p: float, min_p: float) -> None:
+    """With lists that are too short for what stays."""
+    kept, margin = cut_in_float64(row, 0, p, min_p)
+    ours = cut(row, p, min_p, capacity=64)
+    if margin > 1e-6:
+        assert equal(ours, row.masked_fill(~kept, -torch.inf))
+
+
+def test_more_ties_than_the_list_holds() -> None:
+    """Lower ids first, as ever."""
+    ours = cut(torch.zeros(3000), 0.5, 0.0, capacity=256)
+    assert ours.isfinite().nonzero().flatten().tolist() == list(range(1500))

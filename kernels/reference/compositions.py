@@ -108,9 +108,9 @@ def attend_qkv(
     """`attend` with the heads of qkv [tokens, (heads + 2 * kv_heads) * dim] in the order q, k, v. Donates `kv`.
 
     Queries and keys are turned by cos and sin [tokens, dim / 2], after RMS norms over each head with q_gain and
-    k_gain [dim] where those are given; eps is the norms'. `settled` promises that since cos and sin were asked for
-    nothing has written query_start_loc, seq_lens, block_table, slot_mapping or kv but such calls of other layers: a
-    set may then read them before all that was launched before has ended. All else as in `Attend`.
+    k_gain [dim] where those are given; eps is the norms'. `settled` promises that since the set's `angles` gave cos
+    and sin nothing has written query_start_loc, seq_lens, block_table, slot_mapping or kv but such calls of other
+    layers: a set may then read them before all that was launched before has ended. All else as in `Attend`.
     """
     q, k, v = turned_heads(kernels, qkv, kv, cos=cos, sin=sin, q_gain=q_gain, k_gain=k_gain, eps=eps)
     return kernels.attend(

@@ -8,6 +8,7 @@ from purestep.kernels.reference import compositions
 from purestep.kernels.triton.decode import decode, decode_tile
 from purestep.kernels.triton.dense import rms_norm, rotate
 from purestep.kernels.triton.mixed import mixed, mixed_tile
+from purestep.kernels.triton.rope import angles
 from purestep.kernels.triton.rotation import Rotation, check_rotation, turn_and_write
 from purestep.kernels.triton.shared import check_cache, check_floats, check_rows
 from purestep.kernels.triton.short import few_queries, is_short, short, short_tile
@@ -79,7 +80,8 @@ def attend_qkv(
     check_rotation("attend_qkv", q, rotation)
     return _attend(
         q, k, v, kv, query_start_loc, seq_lens, block_table, slot_mapping, rotation, max_query_len, max_seq_len,
-        scale, sliding_window, soft_cap, kv_scales, settled,
+        scale, sliding_window, soft_cap, kv_scales,
+        settled=settled and kernels.angles == angles,  # which begins when all before it has ended; another may not
     )  # fmt: skip
 
 
@@ -99,6 +101,7 @@ def _attend(
     sliding_window: int | None,
     soft_cap: float | None,
     kv_scales: Tensor | None,
+    *,
     settled: bool = False,
 ) -> tuple[Tensor, Tensor]:
     check_floats("attend", q, k, v)

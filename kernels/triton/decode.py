@@ -163,11 +163,15 @@ def _seen(length, parts, KEYS: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def _query_of(query_start_loc, seq_lens, place, num_reqs, capacity):
-    """The query token of a request (-1: it has none), and its length."""
+    """The query token of a request (-1: it has none), and its length.
+
+    What may be read before the kernel's turn is read from the cache that all processors share: what lies in a
+    processor's own may be of an earlier step.
+    """
     exists = place < num_reqs
-    start = tl.load(query_start_loc + place, mask=exists, other=0)
-    end = tl.load(query_start_loc + place + 1, mask=exists, other=0)
-    length = tl.load(seq_lens + place, mask=exists, other=0)
+    start = tl.load(query_start_loc + place, mask=exists, other=0, cache_modifier=".cg")
+    end = tl.load(query_start_loc + place + 1, mask=exists, other=0, cache_modifier=".cg")
+    length = tl.load(seq_lens + place, mask=exists, other=0, cache_modifier=".cg")
     return tl.where(end > start, start, -1), tl.minimum(length, capacity)
 
 
@@ -278,7 +282,8 @@ def _decode(
     num_columns = tl.where(place < num_reqs, table_columns, 0)
     key = part * KEYS + tl.arange(0, KEYS)
     if FETCH_FIRST and WINDOW == 0:  # the first tile lies where it lies, whatever the length is
-        blocks = tl.load(table + key // BLOCK_SIZE, mask=key // BLOCK_SIZE < num_columns, other=0)
+        at = key // BLOCK_SIZE
+        blocks = tl.load(table + at, mask=at < num_columns, other=0, cache_modifier=".cg")
     token, length = _query_of(query_start_loc, seq_lens, place, num_reqs, table_columns * BLOCK_SIZE)
     first, used = _seen(length, parts, KEYS, WINDOW)
     row = tl.arange(0, ROWS)
@@ -290,10 +295,10 @@ def _decode(
     if FETCH_FIRST:
         if WINDOW > 0:
             key = begin * KEYS + tl.arange(0, KEYS)
-            blocks = tl.load(table + key // BLOCK_SIZE, mask=key < end, other=0)
+            blocks = tl.load(table + key // BLOCK_SIZE, mask=key < end, other=0, cache_modifier=".cg")
         is_old = (key >= first) & (key < end)
         keys = load_slots(
-            heads, blocks, key, is_old, kv_block, kv_plane, kv_slot, BLOCK_SIZE, DIM, WIDTH, True
+            heads, blocks, key, is_old, kv_block, kv_plane, kv_slot, BLOCK_SIZE, DIM, WIDTH, True, ".cg"
         )  # fmt: skip
     if SETTLED:
         wait_for_previous(EARLY)

@@ -85,14 +85,15 @@ def load_tile(
 @triton.jit
 def load_slots(
     kv, block, key, valid, kv_block, kv_plane, kv_slot, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr,
-    WIDTH: tl.constexpr, MASKED: tl.constexpr,
+    WIDTH: tl.constexpr, MASKED: tl.constexpr, CACHE: tl.constexpr = "",
 ):  # fmt: skip
-    """`load_tile` of positions whose block ids are known."""
+    """`load_tile` of positions whose block ids are known; CACHE says where from, as `tl.load` does."""
     lane = tl.arange(0, WIDTH)[None, :]
     place = kv + (block.to(tl.int64) * kv_block + (key % BLOCK_SIZE) * kv_slot)[:, None] + lane
     if MASKED:
         mask = valid[:, None] & (lane < DIM)
-        return tl.load(place, mask=mask, other=0.0), tl.load(place + kv_plane, mask=mask, other=0.0)
+        keys = tl.load(place, mask=mask, other=0.0, cache_modifier=CACHE)
+        return keys, tl.load(place + kv_plane, mask=mask, other=0.0, cache_modifier=CACHE)
     elif DIM < WIDTH:
         return tl.load(place, mask=lane < DIM, other=0.0), tl.load(
             place + kv_plane, mask=lane < DIM, other=0.0

@@ -50,9 +50,9 @@ def thin(
 ) -> Tensor:
     """x [tokens, in], a few rows, times the transpose of weight [out, in], plus bias: [tokens, out].
 
-    With `gated` the weight is [gate, up], and the result silu(gate) * up: [tokens, out / 2]. All of one narrow type,
-    contiguous; gate and up are rounded to it, as if they had been written. The result is of that type, or of out_dtype.
-    The tile must divide the columns.
+    With `gated` the weight is [gate, up], there is no bias, and the result is silu(gate) * up: [tokens, out / 2]. All
+    of one narrow type, contiguous; gate and up are rounded to it, as if they had been written. The result is of that
+    type, or of out_dtype. The tile must divide the columns.
     """
     (num_tokens, num_in), num_out = x.shape, weight.shape[0] // (2 if gated else 1)
     out = torch.empty(num_tokens, num_out, dtype=out_dtype or x.dtype, device=x.device)

@@ -111,7 +111,11 @@ def attention(
     *,
     kernels: Kernels,
 ) -> tuple[Carried, tuple[Tensor, ...]]:
-    """Attention of one layer over its KV group's blocks, queries and keys rotated."""
+    """Attention of one layer over its KV group's blocks, queries and keys rotated.
+
+    The angles that are carried have to be of this step, asked for when its inputs and caches were there, as `embed`
+    does: kernels may read those before what was launched since has ended.
+    """
     shape, group = piece.config.attention, metadata.groups[piece.group]
     qkv, cos, sin, residual = carried
     out, layer_kv = kernels.attend_qkv(
@@ -132,7 +136,7 @@ def attention(
         scale=shape.head_dim**-0.5,
         sliding_window=shape.window_of(piece.layers[0]),
         kv_scales=metadata.scales_of(piece.layers[0]),
-        settled=True,  # `embed` asked for the angles when all of the step's inputs were there
+        settled=True,
     )
     return (out, cos, sin, residual), (layer_kv,)
 

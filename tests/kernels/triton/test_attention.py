@@ -214,6 +214,24 @@ def test_the_first_keys_before_the_query_or_after(
     check(case, torch.float32, function=function)
 
 
+def test_only_a_set_with_its_own_angles_reads_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may begin before what was written for them has been."""
+    case, own, seen = attention_case([(5, 1)], device=DEVICE), cuda_donating(), []
+    qkv, how = turned(case, False, 0)
+    t = {name: x for name, x in case.tensors.items() if name not in ("q", "k", "v")}
+    decode = purestep.kernels.triton.attention.decode
+
+    def spy(*tensors: Any, settled: bool, **others: Any) -> Any:
+        seen.append(settled)
+        return decode(*tensors, settled=settled, **others)
+
+    monkeypatch.setattr(purestep.kernels.triton.attention, "decode", spy)
+    for kernels in (own, replace(own, angles=reference.angles)):
+        for settled in (False, True):
+            kernels.attend_qkv(kernels, qkv, **t, **case.static, **how, settled=settled)
+    assert seen == [False, True, False, False]
+
+
 def test_cos_of_another_type_is_refused() -> None:
     case = attention_case([(5, 1)], dtype=torch.bfloat16, device=DEVICE)
     qkv, how = turned(case, False, 0)

@@ -162,11 +162,14 @@ def test_thin_tiles_of_any_shape(
     width = tile.slices * (tile.first + steps * tile.columns)
     assert tile.divides(width) and not tile.divides(width + 1)
     x, weight = normal(tokens, width, dtype=dtype, seed=0), normal(2 * outs, width, dtype=dtype, seed=1)
-    weight = weight if is_gated else weight[:outs]
+    weight = (weight if is_gated else weight[:outs]) * width**-0.5
     bias = None if is_gated else normal(outs, dtype=dtype, seed=2)
     ours = thin(x, weight, bias, gated=is_gated, tile=tile)
     expected = reference.linear(*wide(x, weight, bias))
-    assert_close(ours, reference.silu_and_mul(expected) if is_gated else expected)
+    if is_gated:  # three roundings: of both halves, and of the activation
+        assert relative_error(ours, reference.silu_and_mul(expected)) < 3 * ERROR[dtype]
+    else:
+        assert product_error(ours, expected, x, weight) < ERROR[dtype]
     order = torch.arange(tokens - 1, -1, -1, device=DEVICE)[: max(tokens - 1, 1)]
     assert equal(thin(x[order], weight, bias, gated=is_gated, tile=tile), ours[order])
 

@@ -11,7 +11,7 @@ from purestep.kernels.triton.select import (
     candidates,
     entries,
     finite,
-    nth_largest,
+    reached_by,
     smallest_reaching,
     survey,
     weigh,
@@ -152,7 +152,7 @@ def _gather(
         fits = subs >= N
         length = subs * 0
         if fits:
-            floor = nth_largest(keys, subs * 0 + N)
+            floor = reached_by(keys, subs * 0 + N)
             length = candidates(
                 logprobs, vocab, keys, subs, floor, listed, values, list_ids, SUB, SUBS, CAPACITY
             )

@@ -24,6 +24,8 @@ from purestep.kernels.triton.shared import (
 CHUNK = 4096  # of a row, per program of the survey
 INFINITY_KEY = tl.constexpr(0x7F800000)  # order_key of infinity
 ENTRIES = tl.constexpr(1024)  # of a list, looked at together
+GATHERED = tl.constexpr(4096)  # of a row, looked at together for a list
+NEAR = tl.constexpr(2**14)  # keys: a few thousandths of a number's size
 PROBES = tl.constexpr(8)  # places that one pass tries
 
 
@@ -84,11 +86,11 @@ def finite(x):
 
 
 @triton.jit
-def nth_largest(keys, n):
-    """The n-th largest of a tile of keys, n at least 1: the largest key that n of them reach."""
+def reached_by(keys, n):
+    """A key that n of a tile of keys reach, n at least 1: the largest such key, or one that is less by NEAR at most."""
     low = n.to(tl.int64) * 0 + SMALLEST_KEY
     high = low + 4294967295
-    while low < high:
+    while high - low > NEAR:
         middle = (low + high + 1) >> 1
         if tl.sum((keys >= middle.to(tl.int32)).to(tl.int32), 0) >= n:
             low = middle
@@ -117,7 +119,7 @@ def candidates(
     tl.store(listed + tl.cumsum(chosen, 0) - 1, sub, mask=chosen > 0)
     num_chosen = tl.sum(chosen, 0)
     tl.debug_barrier()
-    ROWS: tl.constexpr = ENTRIES // SUB
+    ROWS: tl.constexpr = GATHERED // SUB
     count = num_chosen * 0
     for at in range(0, num_chosen, ROWS):
         i = at + tl.arange(0, ROWS)

@@ -14,7 +14,7 @@ from purestep.kernels.triton.select import (
     INFINITY_KEY,
     candidates,
     id_of_tie,
-    nth_largest,
+    reached_by,
     smallest_reaching,
     survey,
     weigh,
@@ -33,6 +33,8 @@ from purestep.kernels.triton.shared import (
 CHUNK = 4096
 SUB_BLOCK = 128
 CAPACITY = 2048  # candidates of a row; with more, its cut is looked for in the whole row
+FEW = tl.constexpr(128)  # candidates that are compared each with each, so many at a time:
+BESIDE = tl.constexpr(32)
 RANK = tl.constexpr(256)  # top-p without top-k: candidates are what reaches the so many-th largest sub-block
 
 
@@ -88,6 +90,46 @@ def _lowest_within(top, distance):
         else:
             low = middle + 1
     return high.to(tl.int32)
+
+
+@triton.jit
+def _cut_of_few(values, ids, count, k, p, top, total):
+    """`_cut_of_list` of a list of at most FEW entries, and not of a whole row; `values` has room for twice as many."""
+    place = tl.arange(0, FEW)
+    exists = place < count
+    value = tl.load(values + place, mask=exists, other=float("-inf"))
+    key = tl.where(exists, order_key(value), SMALLEST_KEY)
+    num_larger = tl.zeros([FEW], tl.int32)
+    for at in range(0, count, BESIDE):
+        other = at + tl.arange(0, BESIDE)
+        other_value = tl.load(values + other, mask=other < count, other=float("-inf"))
+        other_key = tl.where(other < count, order_key(other_value), SMALLEST_KEY)
+        num_larger += tl.sum((other_key[None, :] > key[:, None]).to(tl.int32), 1)
+    is_within = exists & (num_larger < tl.where(k > 0, k, LARGEST_KEY))
+    weight = tl.where(is_within, tl.exp(value - top), 0.0)
+    tl.store(values + FEW + place, weight)
+    tl.debug_barrier()
+    num_before = tl.zeros([FEW], tl.int32)  # in order of value and id
+    from_here_down = tl.zeros([FEW], tl.float32)
+    for at in range(0, count, BESIDE):
+        other = at + tl.arange(0, BESIDE)
+        other_value = tl.load(values + other, mask=other < count, other=float("-inf"))
+        other_key = tl.where(other < count, order_key(other_value), SMALLEST_KEY)
+        other_weight = tl.load(values + FEW + other, mask=other < count, other=0.0)
+        is_before = (other_key[None, :] > key[:, None]) | (
+            (other_key[None, :] == key[:, None]) & (other[None, :] < place[:, None])
+        )
+        num_before += tl.sum(is_before.to(tl.int32), 1)
+        from_here_down += tl.sum(tl.where(is_before, 0.0, other_weight[None, :]), 1)
+    listed = tl.sum(weight, 0)
+    everything = tl.where(k > 0, listed, total)
+    may_go = (1.0 - p) * everything - (everything - listed)
+    may_go = tl.where(p < 1.0, may_go, -1.0)
+    may_go = tl.where(k == 1, float("inf"), may_go)
+    stays = exists & ((num_before == 0) | (is_within & (from_here_down > may_go)))
+    cut = tl.min(tl.where(stays, key, LARGEST_KEY), 0)
+    own = tl.load(ids + place, mask=exists, other=-1)
+    return cut, tl.max(tl.where(stays & (key == cut), own, -1), 0)
 
 
 @triton.jit
@@ -186,7 +228,7 @@ def cut_of_row(
         fits = rank <= subs
         floor = cut
         if fits:
-            floor = tl.maximum(nth_largest(keys, rank), cut)
+            floor = tl.maximum(reached_by(keys, rank), cut)
             count = candidates(
                 logits, vocab, keys, subs, floor, listed, values, ids, SUB, SUBS, CAPACITY, peak, divisor
             )  # fmt: skip
@@ -194,7 +236,9 @@ def cut_of_row(
             if fits & (k == 0):
                 # What is not listed has to be within what top-p cuts.
                 fits = total - weigh(values, count, floor, top_key, top, True) <= (1.0 - p) * total
-        if fits:
+        if fits & (count <= (FEW if CAPACITY >= 2 * FEW else 0)):
+            cut, last = _cut_of_few(values, ids, count, k, p, top, total)
+        elif fits:
             cut, last = _cut_of_list(values, ids, count, floor, k, p, top, total, True)
         else:
             is_found = top_key != top_key

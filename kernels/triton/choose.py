@@ -14,7 +14,7 @@ from torch import Tensor
 from purestep.kernels.reference.choose import choose as composed
 from purestep.kernels.triton.draw import CHUNK, GREEDY_BELOW, draw, greedy, scale_by_temperature
 from purestep.kernels.triton.philox import random_words, uniform_of, uniforms
-from purestep.kernels.triton.select import entries, scaled, survey
+from purestep.kernels.triton.select import MassesFor, entries, mass_of_row, scaled, survey
 from purestep.kernels.triton.shared import (
     LARGEST_KEY,
     SMALLEST_KEY,
@@ -76,7 +76,10 @@ def choose_by(
     out = torch.empty(2, reqs, dtype=torch.int64, device=logits.device)
     if out.numel() == 0:
         return out[0], out[1]
-    peaks, *_ = survey(logits, sub_block)
+    temperature, top_k, top_p, *_ = parameters
+    wanted = MassesFor(top_k, top_p, temperature) if truncated else None
+    peaks, _, totals = survey(logits, sub_block, masses=wanted)
+    num_masses = 0 if totals is None else totals.shape[2]
     subs, chunks = next_power_of_2(peaks.shape[1]), cdiv(vocab, CHUNK)
     size = subs + capacity if truncated else 0
     scratch = torch.empty(reqs, size + FACTS.value + 2 * chunks, dtype=torch.int32, device=logits.device)
@@ -85,9 +88,10 @@ def choose_by(
     step = scratch.stride(0)
     noise = (seed, stream, parameters[-1], seed.stride(0), stream.stride(0), parameters[-1].stride(0))
     _row[(reqs,)](
-        logits, peaks, scratch, values, facts, out, *parameters[:-1], *noise, logits.stride(0), step,
-        *(x.stride(0) for x in parameters[:-1]), vocab, peaks.shape[1], reqs, PURPOSE=purpose, TRUNCATED=truncated,
-        SUB=sub_block, SUBS=subs, CAPACITY=capacity, num_warps=8, **early_launch(),
+        logits, peaks, totals, scratch, values, facts, out, *parameters[:-1], *noise, logits.stride(0), step,
+        *(x.stride(0) for x in parameters[:-1]), vocab, peaks.shape[1], num_masses, reqs, PURPOSE=purpose,
+        TRUNCATED=truncated, SUB=sub_block, SUBS=subs, CAPACITY=capacity, MASSES=next_power_of_2(num_masses),
+        num_warps=8, **early_launch(),
     )  # fmt: skip
     _race_of_chunk[(reqs, chunks)](
         logits, facts, keys, ids, *noise, logits.stride(0), step, vocab, PURPOSE=purpose, CHUNK=CHUNK, **early_launch()
@@ -151,10 +155,10 @@ def _drawn_of_list(values, ids, count, cut, last, seed, stream, index, PURPOSE: 
     ],
 )
 def _row(
-    logits, peaks, scratch, values, facts, out, temperature, top_k, top_p, min_p, seed, stream, output_index, seed_step,
-    stream_step, index_step, step, scratch_step, t_step, k_step, p_step, min_step, vocab, subs, reqs,
-    PURPOSE: tl.constexpr, TRUNCATED: tl.constexpr, SUB: tl.constexpr, SUBS: tl.constexpr, CAPACITY: tl.constexpr,
-    EARLY: tl.constexpr,
+    logits, peaks, totals, scratch, values, facts, out, temperature, top_k, top_p, min_p, seed, stream, output_index,
+    seed_step, stream_step, index_step, step, scratch_step, t_step, k_step, p_step, min_step, vocab, subs, num_masses,
+    reqs, PURPOSE: tl.constexpr, TRUNCATED: tl.constexpr, SUB: tl.constexpr, SUBS: tl.constexpr,
+    CAPACITY: tl.constexpr, MASSES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     take_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
@@ -182,8 +186,9 @@ def _row(
         ratio = tl.load(min_p + row * min_step).to(tl.float32)
         listed = scratch + row * scratch_step
         ids, values = listed + SUBS, values + row * CAPACITY
+        mass = mass_of_row(totals, row, num_masses, reqs, float_of(tl.max(keys, 0)), MASSES, peak, divisor)
         cut, last, count = cut_of_row(
-            logits, keys, k, p, ratio, listed, ids, values, vocab, subs, SUB, SUBS, CAPACITY, peak, divisor
+            logits, keys, mass, k, p, ratio, listed, ids, values, vocab, subs, SUB, SUBS, CAPACITY, peak, divisor
         )  # fmt: skip
         if count >= 0:
             seeds, streams = _wide(seed + row * seed_step), _wide(stream + row * stream_step)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from purestep.kernels.record import record
 from purestep.kernels.triton.shared import (
     INTERPRETED,
     LARGEST_KEY,
@@ -29,13 +30,28 @@ NEAR = tl.constexpr(2**14)  # keys: a few thousandths of a number's size
 PROBES = tl.constexpr(8)  # places that one pass tries
 
 
+@record
+class MassesFor:
+    """Whose masses are wanted: those of rows that top-p cuts and top-k does not; [rows] each."""
+
+    top_k: Tensor
+    top_p: Tensor
+    temperature: Tensor | None = None  # by which entries are to be divided
+
+
 def survey(
-    values: Tensor, sub_block: int, than: Tensor | None = None, *, sums: bool = False
+    values: Tensor,
+    sub_block: int,
+    than: Tensor | None = None,
+    *,
+    sums: bool = False,
+    masses: MassesFor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The largest key of every `sub_block` entries of each row, int32 [rows, sub_blocks]; one pass.
 
     With `than` [rows], ids: also how many entries of a chunk are at least as large as that one, int32 [rows, chunks].
-    With `sums`: also the largest of a chunk and the sum of exp(entry - that), float32 [2, rows, chunks].
+    With `sums`: also the largest of a chunk and the sum of exp(entry - that), float32 [2, rows, chunks]. With `masses`:
+    the same of entries divided by temperature, which the largest is not, for the rows that need it; else anything.
     """
     check_floats("survey", values)
     check_rows("survey", values=values)
@@ -43,19 +59,24 @@ def survey(
     chunks, subs = cdiv(width, CHUNK), cdiv(width, sub_block)
     peaks = torch.empty(rows, subs, dtype=torch.int32, device=values.device)
     counts = None if than is None else torch.empty(rows, chunks, dtype=torch.int32, device=values.device)
-    totals = torch.empty(2, rows, chunks, dtype=torch.float32, device=values.device) if sums else None
+    has_totals = sums or masses is not None
+    totals = torch.empty(2, rows, chunks, dtype=torch.float32, device=values.device) if has_totals else None
+    per_row = (than, *((None,) * 3 if masses is None else (masses.top_k, masses.top_p, masses.temperature)))
     if peaks.numel():
         _survey[(rows, chunks)](
-            values, than, peaks, counts, totals, values.stride(0), 0 if than is None else than.stride(0), width, subs,
-            chunks, rows, SUB=sub_block, SUBS=CHUNK // sub_block,
+            values, *per_row, peaks, counts, totals, values.stride(0),
+            *(0 if x is None else x.stride(0) for x in per_row), width, subs, chunks, rows, SUB=sub_block,
+            SUBS=CHUNK // sub_block,
         )  # fmt: skip
     return peaks, counts, totals
 
 
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["than"])
+@triton.jit(
+    do_not_specialize=["rows"], do_not_specialize_on_alignment=["than", "top_k", "top_p", "temperature"]
+)
 def _survey(
-    values, than, peaks, counts, totals, step, than_step, width, subs, chunks, rows, SUB: tl.constexpr,
-    SUBS: tl.constexpr,
+    values, than, top_k, top_p, temperature, peaks, counts, totals, step, than_step, k_step, p_step, t_step, width,
+    subs, chunks, rows, SUB: tl.constexpr, SUBS: tl.constexpr,
 ):  # fmt: skip
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     sub = chunk * SUBS + tl.arange(0, SUBS)
@@ -69,9 +90,20 @@ def _survey(
         reached = ((value >= own) & (place < width)).to(tl.int32)
         tl.store(counts + row * chunks + chunk, tl.sum(tl.sum(reached, 1), 0))
     if totals is not None:
-        peak = float_of(tl.max(keys, 0))
-        tl.store(totals + row * chunks + chunk, peak)
-        tl.store(totals + (rows + row) * chunks + chunk, tl.sum(tl.sum(tl.exp(value - finite(peak)), 1), 0))
+        is_wanted = rows > 0
+        divisor = 1.0
+        if top_p is not None:
+            k = tl.load(top_k + row * k_step).to(tl.int32)
+            is_wanted = (tl.load(top_p + row * p_step) < 1.0) & ((k <= 0) | (k >= width))
+            if temperature is not None:
+                divisor = tl.load(temperature + row * t_step).to(tl.float32)
+        if is_wanted:
+            peak = float_of(tl.max(keys, 0))
+            below = value - finite(peak)
+            if top_p is not None:
+                below = scaled(below, 0.0, divisor)
+            tl.store(totals + row * chunks + chunk, peak)
+            tl.store(totals + (rows + row) * chunks + chunk, tl.sum(tl.sum(tl.exp(below), 1), 0))
 
 
 @triton.jit
@@ -103,6 +135,18 @@ def reached_by(keys, n):
 def scaled(value, peak, divisor):
     """(value - peak) / divisor, rounded as the reference rounds it; the value itself where the divisor is 1."""
     return tl.where(divisor == 1.0, value, tl.div_rn(value - peak, tl.zeros_like(value) + divisor))
+
+
+@triton.jit
+def mass_of_row(totals, row, chunks, rows, top, CHUNKS: tl.constexpr, peak=0.0, divisor=1.0):
+    """What all entries of a row weigh, relative to its largest one `top`, by its chunks as `survey` found them."""
+    chunk = tl.arange(0, CHUNKS)
+    there = chunk < chunks
+    own = tl.load(totals + row * chunks + chunk, mask=there, other=float("-inf"))
+    total = tl.load(totals + (rows + row) * chunks + chunk, mask=there, other=0.0)
+    weight = tl.exp(scaled(own, peak, divisor) - top)
+    # A chunk that is -inf throughout has summed exp(-inf) of 0 below it: nothing.
+    return tl.sum(tl.where(own > float("-inf"), total * weight, 0.0), 0)
 
 
 @triton.jit

@@ -12,8 +12,10 @@ from torch import Tensor
 from purestep.kernels.triton.bracket import list_around_cut
 from purestep.kernels.triton.select import (
     INFINITY_KEY,
+    MassesFor,
     candidates,
     id_of_tie,
+    mass_of_row,
     reached_by,
     smallest_reaching,
     survey,
@@ -53,15 +55,17 @@ def truncate_by(
     out = torch.empty(reqs, vocab, dtype=logits.dtype, device=logits.device)
     if out.numel() == 0:
         return out
-    peaks, *_ = survey(logits, sub_block)
+    peaks, _, totals = survey(logits, sub_block, masses=MassesFor(top_k, top_p))
+    assert totals is not None
     subs = next_power_of_2(peaks.shape[1])
     scratch = torch.empty(reqs, subs + capacity, dtype=torch.int32, device=logits.device)
     values = torch.empty(reqs, capacity, dtype=torch.float32, device=logits.device)
     cuts = torch.empty(reqs, 2, dtype=torch.int32, device=logits.device)
     parameters = (top_k, top_p, min_p)
     _find_cut[(reqs,)](
-        logits, peaks, scratch, values, cuts, *parameters, logits.stride(0), *(x.stride(0) for x in parameters), vocab,
-        peaks.shape[1], SUB=sub_block, SUBS=subs, CAPACITY=capacity, num_warps=8,
+        logits, peaks, totals, scratch, values, cuts, *parameters, logits.stride(0), *(x.stride(0) for x in parameters),
+        vocab, peaks.shape[1], totals.shape[2], reqs, SUB=sub_block, SUBS=subs, CAPACITY=capacity,
+        CHUNKS=next_power_of_2(totals.shape[2]), num_warps=8,
     )  # fmt: skip
     _apply_cut[(reqs, cdiv(vocab, CHUNK))](logits, cuts, out, logits.stride(0), vocab, CHUNK=CHUNK)
     return out
@@ -201,13 +205,13 @@ def _cut_of_list(
 
 @triton.jit
 def cut_of_row(
-    logits, keys, k, p, ratio, listed, ids, values, vocab, subs, SUB: tl.constexpr, SUBS: tl.constexpr,
+    logits, keys, mass, k, p, ratio, listed, ids, values, vocab, subs, SUB: tl.constexpr, SUBS: tl.constexpr,
     CAPACITY: tl.constexpr, peak=0.0, divisor=1.0,
 ):  # fmt: skip
     """The cut of a row, key and id, and how many entries are listed, all that stay among them; -1: there is no list.
 
-    `keys` [SUBS] are the largest of the row's sub-blocks, scaled as its entries are to be; `listed` [SUBS], `ids` and
-    `values` [CAPACITY] are room to work in.
+    `keys` [SUBS] are the largest of the row's sub-blocks, scaled as its entries are to be; `mass` is what all of them
+    weigh, if top-p cuts them and top-k does not; `listed` [SUBS], `ids` and `values` [CAPACITY] are room to work in.
     """
     top_key = tl.max(keys, 0)
     top = float_of(top_key)
@@ -222,8 +226,8 @@ def cut_of_row(
         cut = _lowest_within(top, tl.log(ratio))
     if (k > 0) | (p < 1.0):
         rank = tl.where(k > 0, k, tl.minimum(RANK, subs))
-        total = p * 0.0
-        if k == 0:
+        total = mass
+        if (k == 0) & (ratio > 0.0):
             total = weigh(logits, vocab, cut, top_key, top, True, peak, divisor)
         fits = rank <= subs
         floor = cut
@@ -253,10 +257,10 @@ def cut_of_row(
     return cut, last, count
 
 
-@triton.jit(do_not_specialize_on_alignment=["top_k", "top_p", "min_p"])
+@triton.jit(do_not_specialize=["reqs"], do_not_specialize_on_alignment=["top_k", "top_p", "min_p"])
 def _find_cut(
-    logits, peaks, scratch, values, cuts, top_k, top_p, min_p, step, k_step, p_step, min_step, vocab, subs,
-    SUB: tl.constexpr, SUBS: tl.constexpr, CAPACITY: tl.constexpr,
+    logits, peaks, totals, scratch, values, cuts, top_k, top_p, min_p, step, k_step, p_step, min_step, vocab, subs,
+    chunks, reqs, SUB: tl.constexpr, SUBS: tl.constexpr, CAPACITY: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     sub = tl.arange(0, SUBS)
@@ -265,9 +269,10 @@ def _find_cut(
     p = tl.load(top_p + row * p_step).to(tl.float32)
     ratio = tl.load(min_p + row * min_step).to(tl.float32)
     listed = scratch + row * (SUBS + CAPACITY)
+    mass = mass_of_row(totals, row, chunks, reqs, float_of(tl.max(keys, 0)), CHUNKS)
     cut, last, _ = cut_of_row(
-        logits + row * step, keys, k, p, ratio, listed, listed + SUBS, values + row * CAPACITY, vocab, subs, SUB, SUBS,
-        CAPACITY,
+        logits + row * step, keys, mass, k, p, ratio, listed, listed + SUBS, values + row * CAPACITY, vocab, subs, SUB,
+        SUBS, CAPACITY,
     )  # fmt: skip
     tl.store(cuts + row * 2, cut)
     tl.store(cuts + row * 2 + 1, last)

@@ -100,6 +100,17 @@ def test_ties_at_the_mass() -> None:
     assert ours.isfinite().tolist() == [[True] * 4 + [False] * 4, [True] * 5 + [False] * 3]
 
 
+@pytest.mark.parametrize("p", [0.3, 0.9, 0.999])
+def test_rows_of_which_most_is_masked(p: float) -> None:
+    """Whole stretches of -inf, as a grammar leaves them, weigh nothing."""
+    logits = torch.randn(2, 13000) * 2
+    logits[0, :9000], logits[1, 100:12900] = -INF, -INF
+    ours = run(logits, [(0, p, 0.0)] * 2, (128, 2048))
+    for own, row in zip(ours, logits, strict=True):
+        kept, margin = cut_in_float64(row, 0, p, 0.0)
+        assert margin < 1e-6 or torch.equal(own.isfinite(), kept & (row > -INF))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("reqs", [1, 64])
 @pytest.mark.parametrize(

@@ -181,9 +181,9 @@ def candidates(
 
 
 @triton.jit
-def entries(values, count, at, peak=0.0, divisor=1.0):
+def entries(values, count, at, peak=0.0, divisor=1.0, SIZE: tl.constexpr = ENTRIES):
     """Places, values and keys of the entries from `at` on; SMALLEST_KEY past the end."""
-    place = at + tl.arange(0, ENTRIES)
+    place = at + tl.arange(0, SIZE)
     value = tl.load(values + place, mask=place < count, other=float("-inf")).to(tl.float32)
     value = scaled(value, peak, divisor)
     return place, value, tl.where(place < count, order_key(value), SMALLEST_KEY)

@@ -14,6 +14,7 @@ from purestep.kernels.triton.select import (
     INFINITY_KEY,
     MassesFor,
     candidates,
+    entries,
     id_of_tie,
     mass_of_row,
     reached_by,
@@ -99,15 +100,11 @@ def _lowest_within(top, distance):
 @triton.jit
 def _cut_of_few(values, ids, count, k, p, top, total):
     """`_cut_of_list` of a list of at most FEW entries, and not of a whole row; `values` has room for twice as many."""
-    place = tl.arange(0, FEW)
+    place, value, key = entries(values, count, 0, SIZE=FEW)
     exists = place < count
-    value = tl.load(values + place, mask=exists, other=float("-inf"))
-    key = tl.where(exists, order_key(value), SMALLEST_KEY)
     num_larger = tl.zeros([FEW], tl.int32)
     for at in range(0, count, BESIDE):
-        other = at + tl.arange(0, BESIDE)
-        other_value = tl.load(values + other, mask=other < count, other=float("-inf"))
-        other_key = tl.where(other < count, order_key(other_value), SMALLEST_KEY)
+        _, _, other_key = entries(values, count, at, SIZE=BESIDE)
         num_larger += tl.sum((other_key[None, :] > key[:, None]).to(tl.int32), 1)
     is_within = exists & (num_larger < tl.where(k > 0, k, LARGEST_KEY))
     weight = tl.where(is_within, tl.exp(value - top), 0.0)
@@ -116,9 +113,7 @@ def _cut_of_few(values, ids, count, k, p, top, total):
     num_before = tl.zeros([FEW], tl.int32)  # in order of value and id
     from_here_down = tl.zeros([FEW], tl.float32)
     for at in range(0, count, BESIDE):
-        other = at + tl.arange(0, BESIDE)
-        other_value = tl.load(values + other, mask=other < count, other=float("-inf"))
-        other_key = tl.where(other < count, order_key(other_value), SMALLEST_KEY)
+        other, _, other_key = entries(values, count, at, SIZE=BESIDE)
         other_weight = tl.load(values + FEW + other, mask=other < count, other=0.0)
         is_before = (other_key[None, :] > key[:, None]) | (
             (other_key[None, :] == key[:, None]) & (other[None, :] < place[:, None])

@@ -25,8 +25,9 @@ from purestep.kernels.triton.shared import (
 CHUNK = 4096  # of a row, per program of the survey
 INFINITY_KEY = tl.constexpr(0x7F800000)  # order_key of infinity
 ENTRIES = tl.constexpr(1024)  # of a list, looked at together
-GATHERED = tl.constexpr(4096)  # of a row, looked at together for a list
-NEAR = tl.constexpr(2**14)  # keys: a few thousandths of a number's size
+GATHERED = tl.constexpr(2048)  # of a row, looked at together for a list
+NEAR_KEYS = tl.constexpr(2**14)  # a thousandth of a number's size, or two
+NEAR = tl.constexpr(1 / 64)  # as a number
 PROBES = tl.constexpr(8)  # places that one pass tries
 
 
@@ -119,15 +120,19 @@ def finite(x):
 
 @triton.jit
 def reached_by(keys, n):
-    """A key that n of a tile of keys reach, n at least 1: the largest such key, or one that is less by NEAR at most."""
+    """A key that n of a tile of keys reach, n at least 1: the largest such key, or one below it that is near both as a
+    key and as a number."""
     low = n.to(tl.int64) * 0 + SMALLEST_KEY
     high = low + 4294967295
-    while high - low > NEAR:
+    is_far = low < high
+    while is_far:
         middle = (low + high + 1) >> 1
         if tl.sum((keys >= middle.to(tl.int32)).to(tl.int32), 0) >= n:
             low = middle
         else:
             high = middle - 1
+        distance = float_of(high.to(tl.int32)) - float_of(low.to(tl.int32))
+        is_far = (low < high) & ((high - low > NEAR_KEYS) | (distance > NEAR))
     return low.to(tl.int32)
 
 

@@ -123,9 +123,10 @@ def _cut_of_few(values, ids, count, k, p, top, total):
     listed = tl.sum(weight, 0)
     everything = tl.where(k > 0, listed, total)
     may_go = (1.0 - p) * everything - (everything - listed)
-    may_go = tl.where(p < 1.0, may_go, -1.0)
-    may_go = tl.where(k == 1, float("inf"), may_go)
-    stays = exists & ((num_before == 0) | (is_within & (from_here_down > may_go)))
+    # Where top-p is off, weights may be NaN: the largest entry may be infinite.
+    spare = tl.where(p < 1.0, from_here_down - may_go, 1.0)
+    spare = tl.where(k == 1, 0.0, spare)
+    stays = exists & ((num_before == 0) | (is_within & (spare > 0.0)))
     cut = tl.min(tl.where(stays, key, LARGEST_KEY), 0)
     own = tl.load(ids + place, mask=exists, other=-1)
     return cut, tl.max(tl.where(stays & (key == cut), own, -1), 0)
@@ -149,13 +150,15 @@ def _cut_around(
 ):  # fmt: skip
     """The cut of a row by top-p alone, and whether it was found: not if too many entries lie around it."""
     may_go = (1.0 - p) * total
+    tl.debug_barrier()  # the room that is written to may still be read
     count, under = list_around_cut(logits, vocab, floor, may_go, top, values, ids, CAPACITY, peak, divisor)
     cut = floor
     last = floor * 0 + LARGEST_KEY
-    is_found = count <= CAPACITY
+    is_found = (count > 0) & (count <= CAPACITY)
     if is_found:
         lowest = tl.maximum(floor, -INFINITY_KEY - 1)
-        cut, kept = _cut_by_mass(values, count, lowest, order_key(top), may_go - under, top)
+        rest = tl.maximum(may_go - under, 0.0)
+        cut, kept = _cut_by_mass(values, count, lowest, order_key(top), rest, top)
         if kept > 0:
             last = id_of_tie(values, ids, count, cut, kept, True)
     return cut, last, is_found

@@ -84,6 +84,27 @@ def test_strange_rows_are_left_to_the_reference_s_rule() -> None:
         torch.testing.assert_close(ours, expected, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("p", [0.5, 1.0])
+@pytest.mark.parametrize("k", [2, 3, 5])
+def test_several_infinite_logits(k: int, p: float) -> None:
+    """They are equal: top-k keeps all of them, top-p has no masses to compare."""
+    logits = torch.randn(1, 256)
+    logits[0, [3, 100, 200]] = INF
+    ours = run(logits, [(k, p, 0.0)], (128, 2048))
+    expected = reference.truncate(logits, torch.tensor([k]), torch.tensor([p]), torch.tensor([0.0]))
+    assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("offset", [1e3, 3e4])
+def test_rows_far_from_zero(offset: float) -> None:
+    """Where floats are coarse, and their keys near each other."""
+    logits = torch.randn(3, 5000) + offset
+    cuts = [(50, 1.0, 0.0), (50, 0.8, 0.0), (0, 0.9, 0.0)]
+    for own, row, cut in zip(run(logits, cuts, (128, 2048)), logits, cuts, strict=True):
+        kept, margin = cut_in_float64(row, *cut)
+        assert margin < 1e-6 or torch.equal(own.isfinite(), kept)
+
+
 @pytest.mark.parametrize("way", [(2, 4), (128, 2048)])
 def test_neighbouring_floats_are_told_apart(way: tuple[int, int]) -> None:
     """Of twelve floats, each the next one after another, exactly k stay."""

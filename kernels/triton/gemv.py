@@ -17,6 +17,7 @@ from purestep.kernels.triton.shared import (
     let_next_begin,
     next_power_of_2,
     rounded,
+    silu_times,
     wait_for_previous,
 )
 
@@ -136,7 +137,5 @@ def _gemv(
     if bias is not None:
         result += tl.load(bias + row, mask=row < num_out, other=0.0).to(tl.float32)
     if GATED:
-        gate = rounded(result, dtype).to(tl.float32)
-        activated = rounded(gate / (1.0 + tl.exp(-gate)), dtype).to(tl.float32)
-        result = activated * rounded(tl.sum(up_sums, 1), dtype).to(tl.float32)
+        result = silu_times(result, tl.sum(up_sums, 1), dtype)
     tl.store(out + row, rounded(result, out.dtype.element_ty), mask=row < num_out)

@@ -141,6 +141,14 @@ def rounded(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def silu_times(gate, up, dtype: tl.constexpr):
+    """silu(gate) * up of sums in float32, each rounded as if it had been written in `dtype`; in float32."""
+    gate = rounded(gate, dtype).to(tl.float32)
+    activated = rounded(gate / (1.0 + tl.exp(-gate)), dtype).to(tl.float32)
+    return activated * rounded(up, dtype).to(tl.float32)
+
+
+@triton.jit
 def stored(x, scales, PLANE: tl.constexpr, dtype: tl.constexpr):
     """x as a cache of `dtype` holds it: keys (plane 0) or values (1), by their scale if there are scales."""
     x = x.to(tl.float32)

@@ -18,6 +18,7 @@ from purestep.kernels.triton.shared import (
     early_launch,
     let_next_begin,
     rounded,
+    silu_times,
     wait_for_previous,
 )
 
@@ -163,9 +164,7 @@ def _skinny(
     if bias is not None:
         sums += tl.load(bias + row, mask=row < num_out, other=0.0).to(tl.float32)[:, None]
     if GATED:
-        gate = rounded(sums, dtype).to(tl.float32)
-        activated = rounded(gate / (1.0 + tl.exp(-gate)), dtype).to(tl.float32)
-        sums = activated * rounded(_joined(up_sums, SLICES, LEVELS, OWN, TOKENS), dtype).to(tl.float32)
+        sums = silu_times(sums, _joined(up_sums, SLICES, LEVELS, OWN, TOKENS), dtype)
     target = out + token.to(tl.int64)[:, None] * num_out + row[None, :]
     result = rounded(tl.trans(sums), out.dtype.element_ty)
     tl.store(target, result, mask=(token < num_tokens)[:, None] & (row < num_out)[None, :])

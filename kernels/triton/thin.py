@@ -17,6 +17,7 @@ from purestep.kernels.triton.shared import (
     early_launch,
     let_next_begin,
     rounded,
+    silu_times,
     wait_for_previous,
 )
 
@@ -109,9 +110,7 @@ def _thin(
     if bias is not None:
         total += tl.load(bias + row, mask=row < num_out, other=0.0).to(tl.float32)[:, None]
     if GATED:
-        gate = rounded(total, dtype).to(tl.float32)
-        activated = rounded(gate / (1.0 + tl.exp(-gate)), dtype).to(tl.float32)
-        total = activated * rounded(tl.sum(up_sums, 0), dtype).to(tl.float32)
+        total = silu_times(total, tl.sum(up_sums, 0), dtype)
     target = out + token.to(tl.int64)[None, :] * num_out + row[:, None]
     there = (token < num_tokens)[None, :] & (row < num_out)[:, None]
     tl.store(target, rounded(total, out.dtype.element_ty), mask=there)

@@ -1,8 +1,8 @@
 """A list of what lies around a row's cut, where what stays is too much for a list.
 
-Entries are counted by value, in bins so narrow that those of one weigh nearly the same: so the counts tell between
-which bins top-p cuts; those are cut into bins in their turn, and the entries there are listed. What lies below them is
-weighed: so the cut is as exact as one that is looked for in the whole row, in three passes over it and not in a dozen.
+Entries are counted by value, in bins so narrow that those of one weigh much the same: so the counts tell between which
+bins top-p cuts; those are cut into bins in their turn, and so on, and the entries there are listed. What lies below them
+is weighed: so the cut is as exact as one that is looked for in the whole row, in four passes over it and not in a dozen.
 """
 
 import triton
@@ -10,10 +10,10 @@ import triton.language as tl
 
 from purestep.kernels.triton.select import ENTRIES, entries
 
-BINS = tl.constexpr(1024)
+BINS = tl.constexpr(128)  # counting takes as long as there are bins
 REACH = tl.constexpr(32.0)  # of the bins below the largest entry; what lies lower weighs 1e-14 of it at most
 SLACK = tl.constexpr(1e-3)  # of masses that follow from counts, for roundings
-TIMES = tl.constexpr(2)
+TIMES = tl.constexpr(3)
 
 
 @triton.jit

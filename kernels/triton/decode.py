@@ -298,7 +298,7 @@ def _decode(
             blocks = tl.load(table + key // BLOCK_SIZE, mask=key < end, other=0, cache_modifier=".cg")
         is_old = (key >= first) & (key < end)
         keys = load_slots(
-            heads, blocks, key, is_old, kv_block, kv_plane, kv_slot, BLOCK_SIZE, DIM, WIDTH, True, ".cg"
+            heads, blocks, key, is_old, kv_block, kv_plane, kv_slot, BLOCK_SIZE, DIM, WIDTH, True, True
         )  # fmt: skip
     if SETTLED:
         wait_for_previous(EARLY)

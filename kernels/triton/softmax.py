@@ -85,15 +85,18 @@ def load_tile(
 @triton.jit
 def load_slots(
     kv, block, key, valid, kv_block, kv_plane, kv_slot, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr,
-    WIDTH: tl.constexpr, MASKED: tl.constexpr, CACHE: tl.constexpr = "",
+    WIDTH: tl.constexpr, MASKED: tl.constexpr, FRESH: tl.constexpr = False,
 ):  # fmt: skip
-    """`load_tile` of positions whose block ids are known; CACHE says where from, as `tl.load` does."""
+    """`load_tile` of positions whose block ids are known; FRESH: past a processor's own cache, if MASKED."""
     lane = tl.arange(0, WIDTH)[None, :]
     place = kv + (block.to(tl.int64) * kv_block + (key % BLOCK_SIZE) * kv_slot)[:, None] + lane
     if MASKED:
         mask = valid[:, None] & (lane < DIM)
-        keys = tl.load(place, mask=mask, other=0.0, cache_modifier=CACHE)
-        return keys, tl.load(place + kv_plane, mask=mask, other=0.0, cache_modifier=CACHE)
+        if FRESH:
+            keys = tl.load(place, mask=mask, other=0.0, cache_modifier=".cg")
+            return keys, tl.load(place + kv_plane, mask=mask, other=0.0, cache_modifier=".cg")
+        else:
+            return tl.load(place, mask=mask, other=0.0), tl.load(place + kv_plane, mask=mask, other=0.0)
     elif DIM < WIDTH:
         return tl.load(place, mask=lane < DIM, other=0.0), tl.load(
             place + kv_plane, mask=lane < DIM, other=0.0

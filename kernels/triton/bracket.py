@@ -1,8 +1,8 @@
 """A list of what lies around a row's cut, where what stays is too much for a list.
 
 Entries are counted by value, in bins so narrow that those of one weigh much the same: so the counts tell between which
-bins top-p cuts; those are cut into bins in their turn, and so on, and the entries there are listed. What lies below them
-is weighed: so the cut is as exact as one that is looked for in the whole row, in four passes over it and not in a dozen.
+bins top-p cuts; those are cut into bins in their turn, and so on, and the entries there are listed. What lies below is
+weighed: so the cut is as exact as one that is looked for in the whole row, in four passes over it and not in a dozen.
 """
 
 import triton

@@ -7,6 +7,8 @@ batch, never on the bounds: so a larger bound changes no bit. The parts are join
 Source: https://pytorch.org/blog/flash-decoding/.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +16,6 @@ from torch import Tensor
 
 from purestep.kernels.triton.rotation import Rotation, load_angles, load_turned, place_of
 from purestep.kernels.triton.shared import (
-    INTERPRETED,
     early_launch,
     let_next_begin,
     next_power_of_2,
@@ -27,6 +28,7 @@ from purestep.kernels.triton.softmax import (
     capped,
     empty_softmax,
     finished,
+    fitting,
     is_wide,
     lanes,
     load_slots,
@@ -44,46 +46,51 @@ LONGEST_PART = tl.constexpr(4096)  # keys that one program takes at most
 PARTS = tl.constexpr(16)  # joined at a time
 
 
+# At most so many (request, key head) pairs: keys, warps, stages, whether the first tile is fetched first; by whether
+# the cache has eight bits, whether there are more than 16 rows, and whether heads are wider than 64.
+Cuts = tuple[tuple[float, int, int, int, bool], ...]
+TILES: dict[tuple[bool, bool, bool], Cuts] = {
+    (False, False, False): (
+        (16, 64, 4, 3, True),
+        (127, 64, 4, 2, True),
+        (1024, 32, 1, 5, False),
+        (math.inf, 64, 4, 2, False),
+    ),
+    (False, False, True): ((127, 64, 8, 3, True), (1024, 64, 2, 3, False), (math.inf, 32, 1, 3, False)),
+    (False, True, False): (
+        (16, 64, 4, 3, True),
+        (127, 64, 4, 2, True),
+        (1024, 64, 2, 5, False),
+        (math.inf, 32, 1, 5, False),
+    ),
+    (False, True, True): ((16, 64, 4, 3, False), (1024, 64, 2, 3, False), (math.inf, 32, 1, 3, False)),
+    (True, False, False): (
+        (16, 64, 4, 3, True),
+        (127, 64, 4, 3, False),
+        (1024, 128, 4, 2, False),
+        (math.inf, 32, 1, 5, False),
+    ),
+    (True, False, True): ((16, 64, 4, 2, False), (1024, 64, 2, 5, False), (math.inf, 32, 1, 5, False)),
+}
+
+
 def decode_tile(
     dtype: torch.dtype, head_dim: int, group: int, num_pairs: int, *, eight_bits: bool = False
 ) -> Tile:
     """The tile for a head size and a number of (request, key head) pairs; at least 16 rows, as tensor cores want them.
 
-    Narrow types: what was fastest within captured steps on an H200, at 8, 64, 512 and 2048 pairs of 1120 keys
-    (tests/bench/results/h200_products.json). That was sought with 16 rows and a cache of the same type; more rows want
-    the registers of more warps, and a cache of `eight_bits` has the same tiles as they.
+    Narrow types: what was fastest on an H200, 1120 keys each (tests/bench/results/h200_products.json): within captured
+    steps at 8, 64, 512 and 2048 pairs, or alone for 32 rows and for a cache of `eight_bits` with 16; still more rows
+    have as many times the warps.
     """
     rows = max(16, next_power_of_2(group))
     if is_wide(dtype):
         return Tile(rows, keys=32 if head_dim <= 64 else 16, num_warps=4, num_stages=3)
     if head_dim > 128:
         return Tile(rows, keys=32, num_warps=4, num_stages=5)
-    if rows > 16 or eight_bits:
-        return _tile_with_room(rows, head_dim, num_pairs)
-    if head_dim > 64:
-        if num_pairs < 128:
-            return Tile(rows, keys=64, num_warps=8, num_stages=3, fetch_first=True)
-        if num_pairs <= 1024:
-            return Tile(rows, keys=64, num_warps=2, num_stages=3)
-        return Tile(rows, keys=32, num_warps=1, num_stages=3)
-    if num_pairs <= 16:
-        return Tile(rows, keys=64, num_warps=4, num_stages=3, fetch_first=True)
-    if num_pairs < 128:
-        return Tile(rows, keys=64, num_warps=4, num_stages=2, fetch_first=True)
-    if num_pairs <= 1024:
-        return Tile(rows, keys=32, num_warps=1, num_stages=5)
-    return Tile(rows, keys=64, num_warps=4, num_stages=2)
-
-
-def _tile_with_room(rows: int, head_dim: int, num_pairs: int) -> Tile:
-    """The tile for more than 16 rows, or for a cache of eight bits."""
-    if num_pairs <= 16:
-        return Tile(rows, keys=64, num_warps=4 if head_dim <= 64 else 8, num_stages=3, fetch_first=True)
-    if num_pairs < 128:
-        return Tile(rows, keys=64, num_warps=4, num_stages=3)
-    if head_dim > 64 and num_pairs <= 1024:
-        return Tile(rows, keys=32, num_warps=2, num_stages=7)
-    return Tile(rows, keys=64, num_warps=2, num_stages=5)
+    cuts = TILES[eight_bits, rows > 16 and not eight_bits, head_dim > 64]
+    _, keys, num_warps, num_stages, fetch_first = next(cut for cut in cuts if num_pairs <= cut[0])
+    return Tile(rows, keys, min(num_warps * max(1, rows // 32), 8), num_stages, fetch_first)
 
 
 def num_parts(num_reqs: int, num_kv_heads: int, num_warps: int = 4) -> int:
@@ -237,7 +244,7 @@ def _new_token(
         largest = capped(tl.sum(query.to(tl.float32) * key.to(tl.float32), 1) * scale, cap, HAS_CAP)
         total = tl.exp2(largest - tl.where(largest == float("-inf"), 0.0, largest))
         values = total[:, None] * value.to(tl.float32)
-    return query.to(tl.float32) if INTERPRETED else query, largest, total, values
+    return query, largest, total, values
 
 
 @triton.jit
@@ -309,14 +316,15 @@ def _decode(
             length, group, part, num_blocks, q_token, q_head, k_token, k_head, v_token, v_head, kv_block, kv_plane,
             kv_slot, kv_head, DIM, WIDTH, BLOCK_SIZE, GROUP, ROWS, HAS_CAP,
         )  # fmt: skip
+        query, own = fitting(query, scale, out.dtype.element_ty, kv.dtype.element_ty)
         if FETCH_FIRST:
-            largest, total, values = _after(query, keys, is_old, scale, cap, largest, total, values, HAS_CAP)
+            largest, total, values = _after(query, keys, is_old, own, cap, largest, total, values, HAS_CAP)
             begin += used
         for tile in tl.range(begin, tl.cdiv(past, KEYS), used, num_stages=STAGES):
             at = tile * KEYS + tl.arange(0, KEYS)
             seen = (at >= first) & (at < past)
             old = load_tile(heads, table, at, seen, kv_block, kv_plane, kv_slot, BLOCK_SIZE, DIM, WIDTH, True)
-            largest, total, values = _after(query, old, seen, scale, cap, largest, total, values, HAS_CAP)
+            largest, total, values = _after(query, old, seen, own, cap, largest, total, values, HAS_CAP)
         head = group * GROUP + row
         cell = (place.to(tl.int64) * HEADS + head) * grid_parts + part
         target, is_head = token.to(tl.int64) * HEADS + head, row < GROUP

@@ -12,12 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from purestep.kernels.triton.shared import INTERPRETED, early_launch, next_power_of_2, take_turn
+from purestep.kernels.triton.shared import early_launch, next_power_of_2, take_turn
 from purestep.kernels.triton.softmax import (
     ScoreForm,
     Tile,
     empty_softmax,
     finished,
+    fitting,
     is_wide,
     lanes,
     load_tile,
@@ -124,9 +125,7 @@ def _mixed(
         token = (start + query).to(tl.int64)[:, None]
         head = (group * GROUP + row % GROUP)[:, None]
         x = tl.load(q + token * q_token + head * q_head + lane, mask=mask, other=0.0)
-        if INTERPRETED:
-            x = x.to(tl.float32)
-        scale = score_scale(scale, scales)
+        x, own_scale = fitting(x, score_scale(scale, scales), out.dtype.element_ty, kv.dtype.element_ty)
         largest, mass, values = empty_softmax(ROWS, WIDTH)
         position = length - num_queries + query
         lowest = length - num_queries + first
@@ -142,7 +141,7 @@ def _mixed(
         for at in tl.range(begin, seen_by_all, KEYS, num_stages=STAGES):
             key = at + tl.arange(0, KEYS)
             k, v = load_tile(kv, table, key, key, kv_block, kv_plane, kv_slot, BLOCK_SIZE, DIM, WIDTH, False)
-            score = scores_of(x, k.to(x.dtype), scale, cap, HAS_CAP)
+            score = scores_of(x, k.to(x.dtype), own_scale, cap, HAS_CAP)
             largest, mass, values = take_in(score, v.to(x.dtype), largest, mass, values)
         for at in tl.range(seen_by_all, end, KEYS, num_stages=STAGES):
             key = at + tl.arange(0, KEYS)
@@ -155,7 +154,7 @@ def _mixed(
             seen = key[None, :] <= position[:, None]
             if WINDOW > 0:
                 seen = seen & (key[None, :] > position[:, None] - WINDOW)
-            score = tl.where(seen, scores_of(x, k.to(x.dtype), scale, cap, HAS_CAP), float("-inf"))
+            score = tl.where(seen, scores_of(x, k.to(x.dtype), own_scale, cap, HAS_CAP), float("-inf"))
             largest, mass, values = take_in(score, v.to(x.dtype), largest, mass, values)
         result = finished(values, mass, scales, out.dtype.element_ty)
         tl.store(out + (token * HEADS + head) * DIM + lane, result, mask=mask)

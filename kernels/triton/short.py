@@ -12,12 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from purestep.kernels.triton.decode import LONGEST_PART, join_parts, num_parts, parts_of
-from purestep.kernels.triton.shared import INTERPRETED, early_launch, next_power_of_2, take_turn
+from purestep.kernels.triton.shared import early_launch, next_power_of_2, take_turn
 from purestep.kernels.triton.softmax import (
     ScoreForm,
     Tile,
     empty_softmax,
     finished,
+    fitting,
     is_wide,
     lanes,
     load_tile,
@@ -133,9 +134,7 @@ def _short(
     if (part < used) & (num_queries > 0) & (num_queries <= FEW):
         place = token[:, None] * q_token + head[:, None] * q_head + lane
         x = tl.load(q + place, mask=exists[:, None] & (lane < DIM), other=0.0)
-        if INTERPRETED:
-            x = x.to(tl.float32)
-        scale = score_scale(scale, scales)
+        x, own_scale = fitting(x, score_scale(scale, scales), out.dtype.element_ty, kv.dtype.element_ty)
         heads = kv + group * kv_head
         table = block_table + request.to(tl.int64) * table_row
         for tile in tl.range(first // KEYS + part, tl.cdiv(length, KEYS), used, num_stages=STAGES):
@@ -147,7 +146,7 @@ def _short(
             seen = at[None, :] <= position[:, None]
             if WINDOW > 0:
                 seen = seen & (at[None, :] > position[:, None] - WINDOW)
-            score = tl.where(seen, scores_of(x, k.to(x.dtype), scale, cap, HAS_CAP), float("-inf"))
+            score = tl.where(seen, scores_of(x, k.to(x.dtype), own_scale, cap, HAS_CAP), float("-inf"))
             largest, total, values = take_in(score, v.to(x.dtype), largest, total, values)
     cell = (token * HEADS + head) * splits + part
     if SPLIT:  # parts that had nothing to see say so

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from purestep.kernels.record import record
-from purestep.kernels.triton.shared import next_power_of_2, rounded
+from purestep.kernels.triton.shared import INTERPRETED, next_power_of_2, rounded
 
 LOG2_E = math.log2(math.e)
 
@@ -103,6 +103,23 @@ def load_slots(
         )
     else:
         return tl.load(place), tl.load(place + kv_plane)
+
+
+@triton.jit
+def fitting(query, scale, dtype: tl.constexpr, kv_dtype: tl.constexpr):
+    """The query rows of `dtype` in the type in which they meet keys of `kv_dtype`, and the scale of their scores.
+
+    Eight-bit floats become float16 several times faster than bfloat16, and lose nothing either way; so rows of bfloat16
+    are brought into its range by powers of two, which their scales [rows, 1] take back.
+    """
+    if kv_dtype == tl.float8e4nv and dtype == tl.bfloat16:
+        query = query.to(tl.float32)
+        largest = tl.max(tl.abs(query), 1)
+        largest = tl.where((largest > 1e-30) & (largest < float("inf")), largest, 1.0)
+        power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        query = (query / power[:, None]).to(tl.float16)
+        scale *= power[:, None]
+    return query.to(tl.float32) if INTERPRETED else query, scale
 
 
 @triton.jit

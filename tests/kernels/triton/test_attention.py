@@ -282,23 +282,26 @@ def test_float64_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dim", "tiles"),
+    ("group", "dim", "eight_bits", "tiles"),
     [
-        (64, {8: (64, 4, 3), 64: (64, 4, 2), 512: (32, 1, 5), 2048: (64, 4, 2)}),
-        (128, {8: (64, 8, 3), 64: (64, 8, 3), 512: (64, 2, 3), 2048: (32, 1, 3)}),
-        (256, {8: (32, 4, 5), 2048: (32, 4, 5)}),
+        (4, 64, False, {16: (64, 4, 3, True), 64: (64, 4, 2, True), 512: (32, 1, 5), 2048: (64, 4, 2)}),
+        (4, 128, False, {8: (64, 8, 3, True), 127: (64, 8, 3, True), 128: (64, 2, 3), 1025: (32, 1, 3)}),
+        (17, 64, False, {8: (64, 4, 3, True), 64: (64, 4, 2, True), 512: (64, 2, 5), 2048: (32, 1, 5)}),
+        (17, 128, False, {8: (64, 4, 3), 64: (64, 2, 3), 1024: (64, 2, 3), 2048: (32, 1, 3)}),
+        (4, 64, True, {8: (64, 4, 3, True), 64: (64, 4, 3), 512: (128, 4, 2), 2048: (32, 1, 5)}),
+        (4, 128, True, {8: (64, 4, 2), 64: (64, 2, 5), 512: (64, 2, 5), 2048: (32, 1, 5)}),
+        (40, 64, False, {8: (64, 8, 3, True), 2048: (32, 2, 5)}),
+        (40, 64, True, {8: (64, 8, 3, True), 2048: (32, 2, 5)}),
+        (4, 256, False, {8: (32, 4, 5), 2048: (32, 4, 5)}),
     ],
 )
-def test_the_tile_of_decodes_by_how_many_there_are(dim: int, tiles: dict[int, tuple[int, int, int]]) -> None:
-    """Keys, warps and stages; more rows, and caches of eight bits, have at least two warps for them."""
+def test_the_tile_of_decodes_by_how_many_there_are(
+    group: int, dim: int, eight_bits: bool, tiles: dict[int, tuple[Any, ...]]
+) -> None:
+    """Keys, warps, stages, and whether the first tile is fetched first."""
     for num_pairs, expected in tiles.items():
-        tile = decode_tile(torch.bfloat16, dim, 4, num_pairs)
-        assert (tile.keys, tile.num_warps, tile.num_stages) == expected
-        assert tile.fetch_first == (num_pairs < 128 and dim <= 128)
-        with_more = decode_tile(torch.bfloat16, dim, 17, num_pairs)
-        narrow = decode_tile(torch.bfloat16, dim, 4, num_pairs, eight_bits=True)
-        assert (with_more.rows, narrow.rows) == (32, 16)
-        assert with_more.num_warps == narrow.num_warps >= 2
+        tile = decode_tile(torch.bfloat16, dim, group, num_pairs, eight_bits=eight_bits)
+        assert tile == Tile({4: 16, 17: 32, 40: 64}[group], *expected)
 
 
 def random_requests(count: int, longest: int, most_queries: int, seed: int) -> list[tuple[int, int]]:

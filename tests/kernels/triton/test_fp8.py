@@ -112,6 +112,16 @@ def test_a_few_queries_each(case: AttentionCase, scales: Scales, split: bool) ->
         check(case, scales, max_query_len=max(2, case.static["max_query_len"]), max_seq_len=200)
 
 
+@pytest.mark.parametrize("requests", [[(50, 1), (7, 1)], [(50, 5), (7, 2)], [(50, 20), (7, 7)]])
+@pytest.mark.parametrize("power", [-120, -40, 20, 100])
+def test_queries_of_any_size(requests: list[tuple[int, int]], power: int) -> None:
+    """Those of bfloat16 are far beyond what the type that eight bits are widened to can hold; scores are not."""
+    case = attention_case(requests, dtype=torch.bfloat16, device=DEVICE)
+    sizes = torch.tensor([2.0**power, 1.0, 2.0 ** (power / 2), 0.0], device=DEVICE)[:, None]
+    case.tensors["q"] = (case.tensors["q"] * sizes).bfloat16()
+    check(attrs.evolve(case, static=case.static | {"scale": 2.0 ** -max(power, 0)}), (1.0, 1.0))
+
+
 @few(6)
 @given(
     st.one_of(DECODES, MIXES), SHAPE, st.booleans(), st.sampled_from(DTYPES), SCALES, st.integers(0, 2**31)

@@ -33,15 +33,19 @@ class StepTime:
 
 
 @contextmanager
-def decoding(engine: Engine, prompts: Prompts, method: Method) -> Iterator[Turns]:
+def decoding(
+    engine: Engine, prompts: Prompts, method: Method, *, sampling: str = "decode"
+) -> Iterator[Turns]:
     """The engine's turns, once each of these prompts has `short` output tokens; in the end they are aborted.
+
+    `sampling` names how tokens are chosen, one of SAMPLINGS.
 
     Raises:
         BenchmarkError: that does not come about, since not all of them run at once.
     """
     turns = engine.turns
     params = SamplingParams(
-        max_tokens=method.long + SPARE_TOKENS // 2, ignore_eos=True, detokenize=False, **SAMPLINGS["decode"]
+        max_tokens=method.long + SPARE_TOKENS // 2, ignore_eos=True, detokenize=False, **SAMPLINGS[sampling]
     )
     engine.generate(prompts, replace(params, max_tokens=1), progress=False)  # now all begin to decode at once
     names = [f"bench-{i}" for i in range(len(prompts))]

@@ -1,7 +1,7 @@
-"""Where the time of a step goes on this GPU: every kernel of captured decode steps, and of a prefill.
+"""Where the time of a step goes on this GPU: every kernel of captured decode steps (greedy, sampled) and of a prefill.
 
     PYTHONPATH=.ci/src:.ci/test python -P tests/bench/gpu_profile.py OUT.json [--shape 1B] [--batches 1 8 64 256]
-        [--what decode prefill]
+        [--what decode sampled prefill]
 
 Random weights, bfloat16; the method is that of `purestep bench`. Times are microseconds of a step, or of a whole
 prefill. Kernels that begin early wait while others run: their own times add up to more than a step then, and `span`,
@@ -9,6 +9,7 @@ from the first begin to the last end, is what counts. `--device cpu --shape tiny
 """
 
 import argparse
+import itertools
 import json
 import sys
 from collections import defaultdict
@@ -39,6 +40,7 @@ from purestep.state.run import run
 from purestep.state.turns import Turns
 
 NUM_STEPS = 8  # that are profiled, behind as many that are not
+WHAT = [*SAMPLINGS, "prefill"]
 MOST = 24  # kernels that are written down
 Row = dict[str, Any]
 
@@ -93,16 +95,16 @@ def decode_steps(turns: Turns, clock: Clock, device: str) -> Row:
 def measure(
     loaded: LoadedModel, subject: Subject, method: Method, batches: list[int], what: list[str]
 ) -> Iterator[Row]:
-    """A row for decode at each batch, and one for prefill."""
+    """A row for decode at each batch, greedy and sampled, and one for prefill."""
     clock, vocab_size = clock_of(subject.device), loaded.model.vocab_size
-    if "decode" in what:
+    if samplings := [sampling for sampling in SAMPLINGS if sampling in what]:
         with decode_engine(loaded, subject, method, batches) as engine:
-            for batch in batches:
+            for batch, sampling in itertools.product(batches, samplings):
                 prompts = random_prompts(vocab_size, batch, method.context, seed=batch)
-                with decoding(engine, prompts, method) as turns:
+                with decoding(engine, prompts, method, sampling=sampling) as turns:
                     wall = {"wall_us": step_ms(turns, method, clock).ms * 1e3}
                     yield (
-                        {"bench": "profile", "what": "decode", "batch": batch}
+                        {"bench": "profile", "what": sampling, "batch": batch}
                         | wall
                         | decode_steps(turns, clock, subject.device)
                     )
@@ -129,7 +131,7 @@ def main() -> int:
     parser.add_argument("--shape", default="1B", choices=list(SHAPES))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 8, 64, 256])
-    parser.add_argument("--what", nargs="*", default=["decode", "prefill"], choices=["decode", "prefill"])
+    parser.add_argument("--what", nargs="*", default=WHAT, choices=WHAT)
     options = parser.parse_args()
     subject = Subject(shape=options.shape, device=options.device, dtype="bfloat16")
     method = TINY_METHOD if options.shape == "tiny" else GPU_METHOD

@@ -109,10 +109,10 @@ def _attend(
     check_rows("attend", q=q, k=k, v=v, kv=kv)
     form = score_form(scale, soft_cap, sliding_window)
     dim, group = q.shape[2], q.shape[1] // kv.shape[3]
-    batch = (query_start_loc, seq_lens, block_table)
+    batch, eight_bits = (query_start_loc, seq_lens, block_table), kv.itemsize == 1
     if max_query_len <= 1 and q.shape[0] and seq_lens.shape[0]:
         num_pairs = seq_lens.shape[0] * kv.shape[3]
-        tile = decode_tile(q.dtype, dim, group, num_pairs, eight_bits=kv.itemsize == 1)
+        tile = decode_tile(q.dtype, dim, group, num_pairs, eight_bits=eight_bits)
         out = decode(
             q,
             k,
@@ -136,10 +136,10 @@ def _attend(
         return q.new_zeros(q.shape), kv
     are_few, others = is_short(q.shape[0], seq_lens.shape[0], kv.shape[3], group), None
     if not are_few or max_query_len > few_queries(group):
-        tile = mixed_tile(q.dtype, dim, group, q.shape[0] // seq_lens.shape[0])
+        tile = mixed_tile(q.dtype, dim, group, q.shape[0] // seq_lens.shape[0], eight_bits=eight_bits)
         others = mixed(q, kv, *batch, form=form, tile=tile, kv_scales=kv_scales)
         if not are_few:
             return others, kv
-    tile = short_tile(q.dtype, dim, group)
+    tile = short_tile(q.dtype, dim, group, eight_bits=eight_bits)
     how: Any = {"max_seq_len": max_seq_len, "form": form, "tile": tile, "kv_scales": kv_scales}
     return short(q, kv, *batch, **how, out=others), kv

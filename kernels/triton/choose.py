@@ -28,6 +28,7 @@ from purestep.kernels.triton.shared import (
 from purestep.kernels.triton.truncate import CAPACITY, SUB_BLOCK, cut_of_row, truncate
 from purestep.kernels.types import Kernels
 
+RACERS = 1024  # programs of the race, if rows have chunks for them; most rows need none
 FACTS = tl.constexpr(
     5
 )  # of a row: its token or -1, the key and the id of its cut, bits of its peak and its divisor
@@ -93,7 +94,7 @@ def choose_by(
         TRUNCATED=truncated, SUB=sub_block, SUBS=subs, CAPACITY=capacity, MASSES=next_power_of_2(num_masses),
         num_warps=8, **early_launch(),
     )  # fmt: skip
-    _race_of_chunk[(reqs, chunks)](
+    _race_of_chunks[(reqs, min(chunks, cdiv(RACERS, reqs)))](
         logits, facts, keys, ids, *noise, logits.stride(0), step, vocab, PURPOSE=purpose, CHUNK=CHUNK, **early_launch()
     )  # fmt: skip
     _winner[(reqs,)](
@@ -203,32 +204,34 @@ def _row(
 
 
 @triton.jit(do_not_specialize=["vocab"], do_not_specialize_on_alignment=["seed", "stream", "output_index"])
-def _race_of_chunk(
+def _race_of_chunks(
     logits, facts, keys, ids, seed, stream, output_index, seed_step, stream_step, index_step, step, scratch_step, vocab,
     PURPOSE: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     take_turn(EARLY)
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
     facts += row * scratch_step
     if tl.load(facts) < 0:
         cut, last = tl.load(facts + 1), tl.load(facts + 2)
         peak = tl.load(facts + 3).to(tl.float32, bitcast=True)
         divisor = tl.load(facts + 4).to(tl.float32, bitcast=True)
-        block = chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4)
         seeds, streams = _wide(seed + row * seed_step), _wide(stream + row * stream_step)
-        a, b, c, d = random_words(seeds, streams, tl.load(output_index + row * index_step), block, PURPOSE)
-        # Interleaved twice: a, b, c, d of one block stand beside each other.
-        word = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
-        token = chunk * CHUNK + tl.arange(0, CHUNK)
-        exists = token < vocab
-        value = tl.load(logits + row * step + token, mask=exists, other=float("-inf"))
-        value = scaled(value, peak, divisor)
-        key = order_key(value)
-        value = tl.where((key > cut) | ((key == cut) & (token <= last)), value, float("-inf"))
-        score = tl.where(exists, order_key(_score(value, uniform_of(word))), SMALLEST_KEY)
-        best = tl.max(score, 0)
-        tl.store(keys + row * scratch_step + chunk, best)
-        tl.store(ids + row * scratch_step + chunk, tl.min(tl.where(score == best, token, LARGEST_KEY), 0))
+        index = tl.load(output_index + row * index_step)
+        for chunk in range(tl.program_id(1), tl.cdiv(vocab, CHUNK), tl.num_programs(1)):
+            block = chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4)
+            a, b, c, d = random_words(seeds, streams, index, block, PURPOSE)
+            # Interleaved twice: a, b, c, d of one block stand beside each other.
+            word = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
+            token = chunk * CHUNK + tl.arange(0, CHUNK)
+            exists = token < vocab
+            value = tl.load(logits + row * step + token, mask=exists, other=float("-inf"))
+            value = scaled(value, peak, divisor)
+            key = order_key(value)
+            value = tl.where((key > cut) | ((key == cut) & (token <= last)), value, float("-inf"))
+            score = tl.where(exists, order_key(_score(value, uniform_of(word))), SMALLEST_KEY)
+            best = tl.max(score, 0)
+            tl.store(keys + row * scratch_step + chunk, best)
+            tl.store(ids + row * scratch_step + chunk, tl.min(tl.where(score == best, token, LARGEST_KEY), 0))
 
 
 @triton.jit

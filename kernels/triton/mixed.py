@@ -31,9 +31,12 @@ FEW_QUERIES = 8  # as in the verification of drafts, or with next to nothing but
 MANY_QUERIES = 256  # as in prefill
 
 
-def mixed_tile(dtype: torch.dtype, head_dim: int, group: int, queries: int) -> Tile:
+def mixed_tile(
+    dtype: torch.dtype, head_dim: int, group: int, queries: int, *, eight_bits: bool = False
+) -> Tile:
     """The tile for a head size and so many queries a request, on average; at least as many rows as heads share a key
-    head. Narrow types: what was fastest on an H200 (tests/bench/results/h200_attention.json).
+    head. Narrow types: what was fastest on an H200 (tests/bench/results/h200_attention.json), of a cache of
+    `eight_bits` too.
     """
     if is_wide(dtype):
         tile = Tile(32 if head_dim <= 64 else 16, 32 if head_dim <= 32 else 16, num_warps=4, num_stages=2)
@@ -42,7 +45,9 @@ def mixed_tile(dtype: torch.dtype, head_dim: int, group: int, queries: int) -> T
     elif queries <= FEW_QUERIES and head_dim <= 64:
         tile = Tile(64, 32, num_warps=4, num_stages=5)
     elif queries <= FEW_QUERIES:
-        tile = Tile(max(16, FEW_QUERIES * group), 128, num_warps=4, num_stages=3)
+        tile = Tile(max(16, FEW_QUERIES * group), 128, num_warps=4, num_stages=2 if eight_bits else 3)
+    elif eight_bits and head_dim <= 64:
+        tile = Tile(128, 64, num_warps=4, num_stages=3)
     elif queries < MANY_QUERIES or head_dim <= 64:
         tile = Tile(64, 64, num_warps=4, num_stages=3)
     else:

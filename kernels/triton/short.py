@@ -48,12 +48,14 @@ def is_short(num_tokens: int, num_reqs: int, num_kv_heads: int, group: int) -> b
     return parts >= FEWEST_PARTS or (parts == 1 and group * few_queries(group) <= SMALLEST_TILE)
 
 
-def short_tile(dtype: torch.dtype, head_dim: int, group: int) -> Tile:
-    """The tile for a head size: rows for all queries that are few."""
+def short_tile(dtype: torch.dtype, head_dim: int, group: int, *, eight_bits: bool = False) -> Tile:
+    """The tile for a head size: rows for all queries that are few; two warps were fastest for small heads of a cache of
+    `eight_bits` (tests/bench/results/h200_attention.json)."""
     rows = max(SMALLEST_TILE, next_power_of_2(group * few_queries(group)))
     if is_wide(dtype):
         return Tile(rows, keys=32 if head_dim <= 64 else 16, num_warps=4, num_stages=2)
-    return Tile(rows, keys=64 if head_dim <= 128 else 32, num_warps=4, num_stages=3)
+    num_warps = 2 if eight_bits and head_dim <= 64 and rows <= 32 else 4
+    return Tile(rows, keys=64 if head_dim <= 128 else 32, num_warps=num_warps, num_stages=3)
 
 
 def short(

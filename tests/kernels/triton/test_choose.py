@@ -14,6 +14,7 @@ from tests.kernels.triton.device import DEVICE, few, quiet
 from tests.laws import equal
 
 from purestep.kernels.triton import cuda_donating  # isort: skip
+import purestep.kernels.triton.choose  # isort: skip
 from purestep.kernels.triton.choose import choose_by, judge  # isort: skip
 
 pytestmark = quiet
@@ -84,9 +85,12 @@ def test_draws_what_the_reference_draws(
     assert equal(ours[~near], expected[~near])
 
 
+@pytest.mark.parametrize("racers", [1024, 12, 1])
 @pytest.mark.parametrize("truncated", [True, False])
-def test_rows_of_many_chunks(truncated: bool) -> None:
-    """Greedy rows, cut rows and whole rows in one batch, in rows that do not follow each other closely."""
+def test_rows_of_many_chunks(truncated: bool, racers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy rows, cut rows and whole rows in one batch, in rows that do not follow each other closely; a program a
+    chunk, or a few of them a program."""
+    monkeypatch.setattr(purestep.kernels.triton.choose, "RACERS", racers)
     logits = (torch.randn(6, 9007, generator=torch.Generator().manual_seed(1)) * 4).to(DEVICE)[:, :9003]
     cuts = [
         (0.0, 0, 1.0, 0.0),

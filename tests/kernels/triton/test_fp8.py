@@ -189,16 +189,22 @@ def test_caches_and_scales_that_do_not_belong_together_are_refused() -> None:
             case.run(kernels.attend, kv=case.tensors["kv"].to(FP8), kv_scales=scales.double())
 
 
-def test_the_tile_is_that_of_a_cache_of_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "requests"),
+    [("decode_tile", [(9, 1)]), ("mixed_tile", [(90, 80)]), ("short_tile", [(9, 2)])],
+)
+def test_the_tile_is_that_of_a_cache_of_eight_bits(
+    name: str, requests: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And of a cache of the queries' type it is not."""
-    case, asked = attention_case([(9, 1)], device=DEVICE), list[bool]()
-    own = purestep.kernels.triton.attention.decode_tile
+    case, asked = attention_case(requests, device=DEVICE), list[bool]()
+    own = getattr(purestep.kernels.triton.attention, name)
 
-    def decode_tile(*arguments: Any, eight_bits: bool) -> Any:
+    def tile(*arguments: Any, eight_bits: bool) -> Any:
         asked.append(eight_bits)
         return own(*arguments, eight_bits=eight_bits)
 
-    monkeypatch.setattr(purestep.kernels.triton.attention, "decode_tile", decode_tile)
+    monkeypatch.setattr(purestep.kernels.triton.attention, name, tile)
     check(case, (1.0, 1.0))
     case.run(cuda_donating().attend)
     assert asked == [True, False]

@@ -13,6 +13,7 @@ from purestep.kernels.triton.select import ENTRIES, entries
 BINS = tl.constexpr(128)  # counting takes as long as there are bins
 REACH = tl.constexpr(32.0)  # of the bins below the largest entry; what lies lower weighs 1e-14 of it at most
 SLACK = tl.constexpr(1e-3)  # of masses that follow from counts, for roundings
+ROUNDINGS = tl.constexpr(1e-4)  # of masses that are summed
 TIMES = tl.constexpr(3)
 
 
@@ -21,12 +22,15 @@ def _span_of_cut(row, width, floor, may_go, low, span, top, peak, divisor):
     """The part of the values from top + low on, `span` of them, in which the cut lies if that is where it lies."""
     counts = tl.zeros([BINS], tl.int32)
     under = tl.zeros([ENTRIES], tl.float32)
+    under_middle = tl.zeros([ENTRIES], tl.float32)
     scale = BINS / span
     for at in range(0, width, ENTRIES):
         place, value, key = entries(row, width, at, peak, divisor)
         is_there = (key >= floor) & (place < width)
         own = (value - top - low) * scale
-        under += tl.where(is_there & (own < 0.0), tl.exp(value - top), 0.0)
+        weight = tl.where(is_there, tl.exp(value - top), 0.0)
+        under += tl.where(own < 0.0, weight, 0.0)
+        under_middle += tl.where(own < BINS // 2, weight, 0.0)
         # What is not to be counted goes to the last bin, which is where the cut is if it is in no other.
         is_inside = is_there & (own >= 0.0)
         counts += tl.histogram(
@@ -34,10 +38,16 @@ def _span_of_cut(row, width, floor, may_go, low, span, top, peak, divisor):
         )
     number = tl.arange(0, BINS)
     step = span / BINS
-    weight = tl.cumsum(counts.to(tl.float32) * tl.exp(low + number.to(tl.float32) * step), 0)
+    weights = tl.cumsum(counts.to(tl.float32) * tl.exp(low + number.to(tl.float32) * step), 0)
     rest = may_go - tl.sum(under, 0)
-    first = tl.min(tl.where(weight * tl.exp(step) > rest - SLACK * may_go, number, BINS - 1), 0)
-    last = tl.min(tl.where(weight > rest + SLACK * may_go, number, BINS - 1), 0)
+    first = tl.min(tl.where(weights * tl.exp(step) > rest - SLACK * may_go, number, BINS - 1), 0)
+    last = tl.min(tl.where(weights > rest + SLACK * may_go, number, BINS - 1), 0)
+    # Which half it is in is known to a rounding; and it is at an entry, not between two.
+    half = tl.sum(under_middle, 0)
+    first = tl.where(half < may_go * (1.0 - ROUNDINGS), tl.maximum(first, BINS // 2), first)
+    last = tl.where(half > may_go * (1.0 + ROUNDINGS), tl.minimum(last, BINS // 2 - 1), last)
+    has_some = (counts > 0) & (number >= first) & (number <= last)
+    first, last = tl.min(tl.where(has_some, number, last), 0), tl.max(tl.where(has_some, number, first), 0)
     return low + first * step, (last - first + 1) * step
 
 

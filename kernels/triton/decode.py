@@ -87,7 +87,7 @@ def decode_tile(
     if is_wide(dtype):
         return Tile(rows, keys=32 if head_dim <= 64 else 16, num_warps=4, num_stages=3)
     if head_dim > 128:
-        return Tile(rows, keys=32, num_warps=4, num_stages=5)
+        return Tile(rows, keys=32, num_warps=4, num_stages=5 if head_dim <= 256 else 2)
     cuts = TILES[eight_bits, rows > 16 and not eight_bits, head_dim > 64]
     _, keys, num_warps, num_stages, fetch_first = next(cut for cut in cuts if num_pairs <= cut[0])
     return Tile(rows, keys, min(num_warps * max(1, rows // 32), 8), num_stages, fetch_first)

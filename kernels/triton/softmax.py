@@ -109,16 +109,18 @@ def load_slots(
 def fitting(query, scale, dtype: tl.constexpr, kv_dtype: tl.constexpr):
     """The query rows of `dtype` in the type in which they meet keys of `kv_dtype`, and the scale of their scores.
 
-    Eight-bit floats become float16 several times faster than bfloat16, and lose nothing either way; so rows of bfloat16
-    are brought into its range by powers of two, which their scales [rows, 1] take back.
+    Eight-bit floats become float16 several times faster than bfloat16, and lose nothing either way. Rows of bfloat16
+    are brought to the upper end of its range by powers of two, which their scales [rows, 1] take back: so numbers down
+    to 2**-28 of a row's largest keep all of their bits.
     """
     if kv_dtype == tl.float8e4nv and dtype == tl.bfloat16:
         query = query.to(tl.float32)
-        largest = tl.max(tl.abs(query), 1)
-        largest = tl.where((largest > 1e-30) & (largest < float("inf")), largest, 1.0)
-        power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-        query = (query / power[:, None]).to(tl.float16)
-        scale *= power[:, None]
+        largest = tl.max(tl.abs(query), 1)[:, None]
+        power = (largest.to(tl.int32, bitcast=True) & 0x7F800000) - (14 << 23)
+        power = tl.where(largest < float("inf"), tl.maximum(power, 1 << 23), 127 << 23)
+        inverse = ((254 << 23) - power).to(tl.float32, bitcast=True)
+        query = (query * inverse).to(tl.float16)
+        scale *= power.to(tl.float32, bitcast=True)
     return query.to(tl.float32) if INTERPRETED else query, scale
 
 

@@ -37,22 +37,30 @@ def cut(row: Tensor, p: float, min_p: float, *, capacity: int) -> Tensor:
     return ours[0].cpu()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="looks into a function that is compiled on a GPU")
-@few(25)
-@given(ROWS, st.sampled_from([0.05, 0.5, 0.9, 0.99, 0.9999]))
-def test_the_cut_lies_in_the_list(row: Tensor, p: float) -> None:
-    own, found = truncate_module.list_around_cut, []
+def listed(row: Tensor, p: float, *, capacity: int) -> list[tuple[int, float]]:
+    """How many entries were listed, and what those below them weigh, each time that a list was made."""
+    own, found = truncate_module.list_around_cut, list[tuple[int, float]]()
 
-    def spy(
-        logits: Any, width: Any, floor: Any, may_go: Any, top: Any, values: Any, ids: Any, *rest: Any
-    ) -> Any:
-        count, under = own(logits, width, floor, may_go, top, values, ids, *rest)
+    def spy(*arguments: Any) -> Any:
+        count, under = own(*arguments)
         found.append((int(count.handle.data.item()), float(under.handle.data.item())))
         return count, under
 
     with mock.patch.object(truncate_module, "list_around_cut", spy):
-        cut(row, p, 0.0, capacity=16)
-    ((count, under),) = found
+        cut(row, p, 0.0, capacity=capacity)
+    return found
+
+
+looks_inside = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="looks into a function that is compiled on a GPU"
+)
+
+
+@looks_inside
+@few(25)
+@given(ROWS, st.sampled_from([0.05, 0.5, 0.9, 0.99, 0.9999]))
+def test_the_cut_lies_in_the_list(row: Tensor, p: float) -> None:
+    ((count, under),) = listed(row, p, capacity=16)
     weights = (row.double() - row.max().double()).exp()
     order = row.argsort()
     below = torch.cat((torch.zeros(1, dtype=torch.float64), weights[order].cumsum(0)))
@@ -62,6 +70,24 @@ def test_the_cut_lies_in_the_list(row: Tensor, p: float) -> None:
     lowest_kept = len(row) - int(kept.sum())
     assert first <= lowest_kept < first + count
     assert count <= max(0.02 * len(row), 16)
+
+
+@looks_inside
+@pytest.mark.parametrize("gap", [2.0, 5.0, 15.0])
+@pytest.mark.parametrize("beyond", [-0.02, -0.002, 0.002, 0.01])
+def test_nothing_between_two_heaps_of_entries_is_listed(gap: float, beyond: float) -> None:
+    """Where top-p cuts about as much as the lower heap weighs: a little less, or a little more."""
+    generator = torch.Generator().manual_seed(0)
+    heaps = torch.randn(4000, generator=generator) * 0.02 - gap, torch.randn(500, generator=generator) * 0.02
+    row = torch.cat(heaps)[torch.randperm(4500, generator=generator)]
+    weights = (row.double() - row.max().double()).exp()
+    share = weights[row < -gap / 2].sum() / weights.sum()
+    p = float(1 - share * (1 + beyond))
+    ((count, _),) = listed(row, p, capacity=64)
+    assert 0 < count <= 64
+    kept, _ = cut_in_float64(row, 0, float(torch.tensor(p)), 0.0)
+    differing = cut(row, p, 0.0, capacity=64).isfinite() != kept
+    assert weights[differing].sum() <= 1e-6 * weights.sum()
 
 
 @few(12)

@@ -122,6 +122,19 @@ def test_queries_of_any_size(requests: list[tuple[int, int]], power: int) -> Non
     check(attrs.evolve(case, static=case.static | {"scale": 2.0 ** -max(power, 0)}), (1.0, 1.0))
 
 
+@pytest.mark.parametrize("queries", [1, 3, 20])
+@pytest.mark.parametrize(("outlier", "scale"), [(2.0**27, 1.0), (2.0**120, 1e4)])
+def test_a_large_number_of_a_query_hides_no_small_one(queries: int, outlier: float, scale: float) -> None:
+    """Where it meets keys that are 0, the others say which keys count; and no scale of scores is infinite."""
+    case = attention_case([(40, queries)], dtype=torch.bfloat16, device=DEVICE)
+    t = case.tensors
+    t["q"][..., 0], t["k"][..., 0] = outlier, 0.0
+    t["kv"][:, 0, :, :, 0] = 0.0
+    if outlier > 2.0**28:
+        t["k"][:], t["kv"][:, 0] = 0.0, 0.0
+    check(case, (scale, 1.0))
+
+
 @few(6)
 @given(
     st.one_of(DECODES, MIXES), SHAPE, st.booleans(), st.sampled_from(DTYPES), SCALES, st.integers(0, 2**31)

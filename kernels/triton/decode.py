@@ -49,29 +49,20 @@ PARTS = tl.constexpr(16)  # joined at a time
 # At most so many (request, key head) pairs: keys, warps, stages, whether the first tile is fetched first; by whether
 # the cache has eight bits, whether there are more than 16 rows, and whether heads are wider than 64.
 Cuts = tuple[tuple[float, int, int, int, bool], ...]
+INF = math.inf
+# fmt: off
 TILES: dict[tuple[bool, bool, bool], Cuts] = {
-    (False, False, False): (
-        (16, 64, 4, 3, True),
-        (127, 64, 4, 2, True),
-        (1024, 32, 1, 5, False),
-        (math.inf, 64, 4, 2, False),
-    ),
-    (False, False, True): ((127, 64, 8, 3, True), (1024, 64, 2, 3, False), (math.inf, 32, 1, 3, False)),
-    (False, True, False): (
-        (16, 64, 4, 3, True),
-        (127, 64, 4, 2, True),
-        (1024, 64, 2, 5, False),
-        (math.inf, 32, 1, 5, False),
-    ),
-    (False, True, True): ((16, 64, 4, 3, False), (1024, 64, 2, 3, False), (math.inf, 32, 1, 3, False)),
-    (True, False, False): (
-        (16, 64, 4, 3, True),
-        (127, 64, 4, 3, False),
-        (1024, 128, 4, 2, False),
-        (math.inf, 32, 1, 5, False),
-    ),
-    (True, False, True): ((16, 64, 4, 2, False), (1024, 64, 2, 5, False), (math.inf, 32, 1, 5, False)),
+    (False, False, False): ((16, 64, 4, 3, True), (127, 64, 4, 2, True),
+        (1024, 32, 1, 5, False), (INF, 64, 4, 2, False)),
+    (False, False, True): ((127, 64, 8, 3, True), (1024, 64, 2, 3, False), (INF, 32, 1, 3, False)),
+    (False, True, False): ((16, 64, 4, 3, True), (127, 64, 4, 2, True),
+        (1024, 64, 2, 5, False), (INF, 32, 1, 5, False)),
+    (False, True, True): ((16, 64, 4, 3, False), (1024, 64, 2, 3, False), (INF, 32, 1, 3, False)),
+    (True, False, False): ((16, 64, 4, 3, True), (127, 64, 4, 3, False),
+        (1024, 128, 4, 2, False), (INF, 32, 1, 5, False)),
+    (True, False, True): ((16, 64, 4, 2, False), (1024, 64, 2, 5, False), (INF, 32, 1, 5, False)),
 }
+# fmt: on
 
 
 def decode_tile(

@@ -13,6 +13,7 @@ from torch import Tensor
 from purestep.kernels.record import record
 from purestep.kernels.triton.shared import (
     cdiv,
+    check_gated,
     early_launch,
     let_next_begin,
     next_power_of_2,
@@ -56,6 +57,7 @@ def gemv(
     of one type, contiguous; the sum, the normed row, gate and up are rounded to it, as if they had been written. The
     result is of that type, or of out_dtype.
     """
+    check_gated("gemv", bias, gated=gated)
     num_in, num_out = weight.shape[1], weight.shape[0] // (2 if gated else 1)
     out = torch.empty(num_out, dtype=out_dtype or x.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(x)

@@ -80,6 +80,16 @@ def check_rows(function: str, **tensors: Tensor) -> None:
             )
 
 
+def check_gated(function: str, bias: Tensor | None, *, gated: bool) -> None:
+    """Refuse a bias of a gated product, whose gate alone it would be added to.
+
+    Raises:
+        ValueError: there is one.
+    """
+    if gated and bias is not None:
+        raise ValueError(f"{function} was given a bias beside gated: gate and up have none, leave it out")
+
+
 def early_launch() -> dict[str, bool]:
     """Options of a launch that may begin while the kernel before it still runs, if the device can do that.
 

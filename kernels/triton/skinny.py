@@ -15,6 +15,7 @@ from purestep.kernels.record import record
 from purestep.kernels.triton.shared import (
     INTERPRETED,
     cdiv,
+    check_gated,
     early_launch,
     let_next_begin,
     rounded,
@@ -51,6 +52,7 @@ def skinny(
     With `gated` the weight is [gate, up], and the result silu(gate) * up: [tokens, out / 2]. All of one narrow type,
     contiguous; gate and up are rounded to it, as if they had been written. The result is of that type, or of out_dtype.
     """
+    check_gated("skinny", bias, gated=gated)
     (num_tokens, num_in), num_out = x.shape, weight.shape[0] // (2 if gated else 1)
     out = torch.empty(num_tokens, num_out, dtype=out_dtype or x.dtype, device=x.device)
     threads, part = 32 * tile.num_warps, num_in // tile.slices

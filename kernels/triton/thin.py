@@ -14,6 +14,7 @@ from purestep.kernels.record import record
 from purestep.kernels.triton.shared import (
     INTERPRETED,
     cdiv,
+    check_gated,
     early_launch,
     let_next_begin,
     rounded,
@@ -55,6 +56,7 @@ def thin(
     of one narrow type, contiguous; gate and up are rounded to it, as if they had been written. The result is of that
     type, or of out_dtype. The tile must divide the columns.
     """
+    check_gated("thin", bias, gated=gated)
     (num_tokens, num_in), num_out = x.shape, weight.shape[0] // (2 if gated else 1)
     out = torch.empty(num_tokens, num_out, dtype=out_dtype or x.dtype, device=x.device)
     _thin[(cdiv(num_out, tile.rows), cdiv(num_tokens, tile.tokens))](

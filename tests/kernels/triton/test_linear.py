@@ -174,6 +174,20 @@ def test_thin_tiles_of_any_shape(
     assert equal(thin(x[order], weight, bias, gated=is_gated, tile=tile), ours[order])
 
 
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda x, w, b: gemv(x[0], w, b, gated=True, tile=GemvTile(4, 64, 4)),
+        lambda x, w, b: skinny(x, w, b, gated=True, tile=SkinnyTile(16, 64, 32, 4, 2)),
+        lambda x, w, b: thin(x, w, b, gated=True, tile=ThinTile(8, 16, 1, 64, 64, 2)),
+    ],
+)
+def test_a_bias_of_a_gated_product_is_refused(product: Any) -> None:
+    x, weight = normal(2, 64, dtype=torch.bfloat16, seed=0), normal(8, 64, dtype=torch.bfloat16, seed=1)
+    with pytest.raises(ValueError, match="a bias beside gated"):
+        product(x, weight, weight[:4, 0])
+
+
 @pytest.mark.parametrize("tile", [GemvTile(1, 64, 4), GemvTile(8, 128, 4), GemvTile(4, 256, 8)])
 def test_one_row_in_tiles_of_any_shape(tile: GemvTile) -> None:
     """Columns that a tile divides and that it does not, rows that end within a tile."""

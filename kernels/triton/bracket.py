@@ -14,6 +14,7 @@ BINS = tl.constexpr(128)  # counting takes as long as there are bins
 REACH = tl.constexpr(32.0)  # of the bins below the largest entry; what lies lower weighs 1e-14 of it at most
 SLACK = tl.constexpr(1e-3)  # of masses that follow from counts, for roundings
 ROUNDINGS = tl.constexpr(1e-4)  # of masses that are summed
+MARGIN = tl.constexpr(1e-5)  # of values and bins, which are rounded
 TIMES = tl.constexpr(3)
 
 
@@ -48,7 +49,8 @@ def _span_of_cut(row, width, floor, may_go, low, span, top, peak, divisor):
     last = tl.where(half > may_go * (1.0 + ROUNDINGS), tl.minimum(last, BINS // 2 - 1), last)
     has_some = (counts > 0) & (number >= first) & (number <= last)
     first, last = tl.min(tl.where(has_some, number, last), 0), tl.max(tl.where(has_some, number, first), 0)
-    return low + first * step, (last - first + 1) * step
+    first, last = tl.minimum(first, last), tl.maximum(first, last)
+    return low + first * step - MARGIN, (last - first + 1) * step + 2.0 * MARGIN
 
 
 @triton.jit
@@ -60,8 +62,7 @@ def list_around_cut(
     low, span = may_go * 0.0 - REACH, may_go * 0.0 + REACH
     for _ in range(TIMES):
         low, span = _span_of_cut(row, width, floor, may_go, low, span, top, peak, divisor)
-    # A little more on either side, since bins and values are rounded.
-    low, high = low - 1e-5 - span * 0.01, low + span * 1.01 + 1e-5
+    low, high = low - MARGIN - span * 0.01, low + span * 1.01 + MARGIN
     count = (floor * 0).to(tl.int32)
     under = tl.zeros([ENTRIES], tl.float32)
     for at in range(0, width, ENTRIES):

@@ -45,7 +45,8 @@ def mixed_tile(
     elif queries <= FEW_QUERIES and head_dim <= 64:
         tile = Tile(64, 32, num_warps=4, num_stages=5)
     elif queries <= FEW_QUERIES:
-        tile = Tile(max(16, FEW_QUERIES * group), 128, num_warps=4, num_stages=2 if eight_bits else 3)
+        rows = min(max(16, FEW_QUERIES * group), 256)
+        tile = Tile(rows, 128 if rows <= 128 else 64, num_warps=4, num_stages=2 if eight_bits else 3)
     elif eight_bits and head_dim <= 64:
         tile = Tile(128, 64, num_warps=4, num_stages=3)
     elif queries < MANY_QUERIES or head_dim <= 64:

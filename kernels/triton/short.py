@@ -55,7 +55,8 @@ def short_tile(dtype: torch.dtype, head_dim: int, group: int, *, eight_bits: boo
     if is_wide(dtype):
         return Tile(rows, keys=32 if head_dim <= 64 else 16, num_warps=4, num_stages=2)
     num_warps = 2 if eight_bits and head_dim <= 64 and rows <= 32 else 4
-    return Tile(rows, keys=64 if head_dim <= 128 else 32, num_warps=num_warps, num_stages=3)
+    keys, num_stages = 64 if head_dim <= 128 else 32, 3 if head_dim <= 256 else 2
+    return Tile(rows, keys, num_warps, num_stages)
 
 
 def short(

@@ -189,7 +189,7 @@ def _cut_of_list(
         if p < 1.0:
             listed = weigh(values, count, cut, highest, top, True, peak, divisor)
             everything = listed
-            if k == 0:
+            if HAS_IDS and k == 0:  # else the list is everything, and its sum as exact as what is taken from it
                 everything = total
             may_go = (1.0 - p) * everything - (everything - listed)
             cut, kept = _cut_by_mass(

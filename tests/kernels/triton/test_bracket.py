@@ -90,6 +90,21 @@ def test_nothing_between_two_heaps_of_entries_is_listed(gap: float, beyond: floa
     assert weights[differing].sum() <= 1e-6 * weights.sum()
 
 
+@looks_inside
+@pytest.mark.parametrize("short_of", [9e-4, 2e-4, 5e-5])
+@pytest.mark.parametrize("above", [torch.linspace(-0.9505, -0.9485, 3000), torch.full((20,), -0.95)])
+def test_entries_at_the_border_of_a_bin(short_of: float, above: Tensor) -> None:
+    """A hair below it, and rounded into the bin above; most of them are to go."""
+    border = torch.nextafter(torch.tensor(-1.0), torch.tensor(-2.0))
+    row = torch.cat([border.expand(3000), above, torch.zeros(3000)])
+    weights = row.double().exp()
+    p = float(1 - weights[:3000].sum() * (1 - short_of) / weights.sum())
+    ((count, _),) = listed(row, p, capacity=64)
+    assert count >= 3000
+    kept, _ = cut_in_float64(row, 0, float(torch.tensor(p)), 0.0)
+    assert (cut(row, p, 0.0, capacity=4096).isfinite() != kept).sum() <= 1
+
+
 @few(12)
 @given(ROWS, st.sampled_from([0.3, 0.9, 0.99]), st.sampled_from([0.0, 0.02]))
 def test_flat_rows_are_cut_where_the_rule_cuts_them(row: Tensor, p: float, min_p: float) -> None:

@@ -121,6 +121,16 @@ def test_ties_at_the_mass() -> None:
     assert ours.isfinite().tolist() == [[True] * 4 + [False] * 4, [True] * 5 + [False] * 3]
 
 
+@pytest.mark.parametrize(("top", "p"), [(12.0, 0.99999), (12.0, 0.9999), (11.76, 0.99997)])
+def test_many_ties_beside_one_that_weighs_more(top: float, p: float) -> None:
+    """What is to go is less than a sum of all of them is off by, if it is not taken from the sum itself."""
+    row = torch.zeros(128000)
+    row[0] = top
+    kept, _ = cut_in_float64(row, 0, float(torch.tensor(p)), 0.0)
+    ours = run(row[None], [(0, p, 0.0)], (128, 2048))[0].isfinite()
+    assert (ours != kept).sum() <= 1
+
+
 @pytest.mark.parametrize("p", [0.3, 0.9, 0.999])
 def test_rows_of_which_most_is_masked(p: float) -> None:
     """Whole stretches of -inf, as a grammar leaves them, weigh nothing."""

@@ -42,7 +42,9 @@ def cpu_kernels() -> Kernels:
     try:
         return cpu_native(ctypes.CDLL(str(compiled())))
     except (CompilerError, OSError) as error:  # OSError: the loader's, or that of a full disk
-        text = f"the CPU's kernels in C: {error}; torch's are used, and a step takes two to three times as long"
+        text = (
+            f"the CPU's kernels in C: {error}; torch's are used, and a step takes two to three times as long"
+        )
         warnings.warn_explicit(text, UserWarning, "purestep", 0)  # no line of code would tell more
         return donating
 

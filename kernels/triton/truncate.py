@@ -189,7 +189,8 @@ def _cut_of_list(
         if p < 1.0:
             listed = weigh(values, count, cut, highest, top, True, peak, divisor)
             everything = listed
-            if HAS_IDS and k == 0:  # else the list is everything, and its sum as exact as what is taken from it
+            # Without ids the list is everything, and its own sum as exact as what is taken from it.
+            if HAS_IDS and k == 0:
                 everything = total
             may_go = (1.0 - p) * everything - (everything - listed)
             cut, kept = _cut_by_mass(
